@@ -1,0 +1,1 @@
+"""What a run is: schema, graph, loading and every check. Imports no torch."""

@@ -1,0 +1,34 @@
+"""The axes a field of the dataflow may have, and the type of a field."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Axis(StrEnum):
+    """What one row of a field stands for.
+
+    A step has P prompts and G samples a prompt. ``PROMPTS`` fields have P rows, ``SAMPLES``
+    fields P*G rows (sample i belongs to prompt i // G), ``TOKENS`` fields P*G ragged rows with
+    one value per response token, ``RUN`` fields one value for the whole run.
+    """
+
+    RUN = "run"
+    PROMPTS = "prompts"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+
+
+Dtype = Literal["ids", "int", "float", "bool", "object"]
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """Axis and element type of a field; ``ids`` are ragged token ids, one row per prompt."""
+
+    axis: Axis
+    dtype: Dtype
+    description: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.axis.value} of {self.dtype}"

@@ -1,0 +1,19 @@
+"""Hints for names that a user got wrong."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name closest to ``name``, or None when nothing is close."""
+    matches = get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def hint(name: str, valid: Iterable[str]) -> str:
+    """A sentence that names the nearest valid name, else all of them."""
+    names = sorted(valid)
+    close = nearest(name, names)
+    if close is not None:
+        return f"did you mean '{close}'?"
+    return f"valid: {', '.join(names)}" if names else "there is no valid name"
