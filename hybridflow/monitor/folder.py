@@ -1,0 +1,96 @@
+"""What lies in a run folder, and the functions that read it back."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hybridflow.monitor.jsonl import Row, decode_numbers, parse_line, read_rows
+
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+EVENTS = "events.jsonl"
+TENSORBOARD = "tensorboard"
+RECIPE = "recipe.yaml"
+REPORT = "report.html"
+CURVE = "reward_curve.png"
+
+_TAIL_BLOCK = 1 << 20
+
+
+def require_run_folder(folder: Path) -> None:
+    """Raise ValueError, saying what is missing, unless ``folder`` holds a run."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a run folder: there is no such folder.")
+    if not (folder / METRICS).is_file():
+        raise ValueError(
+            f"{folder} is not a run folder: it has no {METRICS}. "
+            "Give the folder that `hybridflow train` wrote (its `output`)."
+        )
+
+
+def read_metrics(folder: str | Path) -> list[Row]:
+    """One row per step, in the order written.
+
+    Keys: ``stage``, ``step``, ``time`` (Unix seconds), ``seconds`` (wall time of the step),
+    ``metrics`` and ``node_seconds`` (name -> number; NaN and infinities are floats again).
+    """
+    rows = []
+    for row in read_rows(Path(folder) / METRICS):
+        for key in ("metrics", "node_seconds"):
+            row[key] = decode_numbers(row.get(key, {}))
+        rows.append(row)
+    return rows
+
+
+def read_events(folder: str | Path) -> list[Row]:
+    """The run's events in order; keys ``time``, ``kind``, ``text`` and what the writer added."""
+    return list(read_rows(Path(folder) / EVENTS))
+
+
+def read_rollouts(folder: str | Path) -> Iterator[Row]:
+    """Every rollout in order. Streams: the file of a long run does not fit in memory."""
+    yield from map(decode_numbers, read_rows(Path(folder) / ROLLOUTS))
+
+
+def first_rollouts(folder: str | Path) -> list[Row]:
+    """The rollouts of the first recorded step."""
+    return _same_step(read_rollouts(folder))
+
+
+def last_rollouts(folder: str | Path) -> list[Row]:
+    """The rollouts of the last recorded step, read from the end of the file."""
+    path = Path(folder) / ROLLOUTS
+    if not path.exists():
+        return []
+    rows = _same_step(map(decode_numbers, _read_backwards(path)))
+    return rows[::-1]
+
+
+def _same_step(rows: Iterable[Row]) -> list[Row]:
+    """The leading rows that share the first one's stage and step."""
+    found: list[Row] = []
+    for row in rows:
+        if found and _place(row) != _place(found[0]):
+            break
+        found.append(row)
+    return found
+
+
+def _place(row: Row) -> tuple[object, object]:
+    return row.get("stage"), row.get("step")
+
+
+def _read_backwards(path: Path) -> Iterator[Row]:
+    """The file's rows, last first."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        rest = b""
+        while end > 0:
+            start = max(0, end - _TAIL_BLOCK)
+            file.seek(start)
+            lines = (file.read(end - start) + rest).splitlines(keepends=True)
+            rest = lines.pop(0) if start > 0 else b""
+            for line in reversed(lines):
+                row = parse_line(line, path, "near the end")
+                if row is not None:
+                    yield row
+            end = start
