@@ -1,0 +1,8 @@
+"""Pure tensor functions of the algorithms: no ray, no megatron, no server."""
+
+from hybridflow.algorithms.aggregation import AGGREGATIONS
+from hybridflow.algorithms.functions import FUNCTIONS, FunctionContext
+from hybridflow.algorithms.kl import ESTIMATORS
+from hybridflow.algorithms.losses import LOSSES
+
+__all__ = ["AGGREGATIONS", "ESTIMATORS", "FUNCTIONS", "LOSSES", "FunctionContext"]

@@ -1,0 +1,41 @@
+"""From a loss per token to one number: weights and a normaliser.
+
+The loss of an optimizer step is ``sum_t weight_t * loss_t / normaliser``, where the sum and the
+normaliser run over every token of the global mini-batch. Both are sums, so any split of the rows
+over data-parallel ranks, micro-batches or packs gives the same gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridflow.recipe.names import hint
+
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")
+
+
+def token_weights(aggregation: str, lengths_S: Tensor) -> tuple[Tensor, float]:
+    """Weights of every response token, and these rows' share of the normaliser.
+
+    - ``token_mean``: every token of the batch counts the same (DAPO, arXiv:2503.14476, eq. 8).
+    - ``sequence_mean_token_mean``: the mean over sequences of the mean over a sequence's tokens
+      (GRPO, arXiv:2402.03300, eq. 3).
+    - ``sequence_mean_token_sum``: the mean over sequences of the sum over a sequence's tokens
+      (Dr. GRPO, arXiv:2503.20783, without length bias).
+
+    Args:
+        lengths_S: ``[S]`` response lengths in tokens.
+
+    Returns:
+        ``[sum(lengths)]`` float32 weights, sequence after sequence; the normaliser of these rows,
+        to be summed over all ranks that share the step.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation '{aggregation}' is unknown: {hint(aggregation, AGGREGATIONS)}"
+        )
+    if aggregation == "token_mean":
+        return torch.ones(int(lengths_S.sum())), float(lengths_S.sum())
+    if aggregation == "sequence_mean_token_sum":
+        return torch.ones(int(lengths_S.sum())), float(len(lengths_S))
+    inverse_S = 1.0 / lengths_S.clamp(min=1).float()
+    return torch.repeat_interleave(inverse_S, lengths_S), float(len(lengths_S))

@@ -1,0 +1,96 @@
+"""The functions that a graph may name: batches in and out, the maths from its leaf file.
+
+Each entry is ``function(batch, context, **options) -> {output: data}``. ``batch`` holds the inputs
+under the signature's parameter names; the outputs' axes are the signature's too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.algorithms import advantages, rewards_math
+from hybridflow.batch import Batch
+
+
+@dataclass(frozen=True)
+class FunctionContext:
+    """What a function may know beside its inputs.
+
+    Attributes:
+        step: of the stage, counted from 0.
+        seed: of the run.
+        normalize_by_std: whether group-relative advantages are divided by the group's std.
+        prompts_per_step: prompts that a step trains on.
+        previous: the node's own outputs of the round before, within a ``repeat_until`` of this
+            step; None in the first round and outside of one.
+    """
+
+    step: int = 0
+    seed: int = 0
+    normalize_by_std: bool = True
+    prompts_per_step: int = 0
+    previous: Mapping[str, Any] | None = None
+
+
+Function = Callable[..., dict[str, Any]]
+
+
+def group_relative(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples) -> advantages (samples)."""
+    advantages_PG = advantages.group_relative(
+        _per_prompt(batch, "rewards"), context.normalize_by_std
+    )
+    return {"advantages": advantages_PG.flatten()}
+
+
+def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, Any]:
+    """values (samples) -> shuffled (samples), by the node's and the run's seeds and the step."""
+    mixed_seed = seed * 7_919 + context.seed
+    return {"shuffled": rewards_math.shuffle(batch["values"], mixed_seed, context.step)}
+
+
+def weighted_sum(
+    batch: Batch, context: FunctionContext, weights: Sequence[float] = (1.0, 1.0)
+) -> dict[str, Any]:
+    """first, second (samples) -> total (samples)."""
+    return {"total": rewards_math.weighted_sum([batch["first"], batch["second"]], weights)}
+
+
+ACCUMULATED = ("prompts", "responses", "rollout_logprobs", "rewards")
+
+
+def accumulate_signal(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """Adds this round's prompts whose rewards differ to those of the rounds before.
+
+    The outputs ``kept_<input>`` form a batch of their own, of at most ``prompts_per_step``
+    prompts; ``enough`` tells whether that many are held.
+    """
+    held = [] if context.previous is None else [_held(context.previous, batch)]
+    count = sum(part.prompts for part in held)
+    chosen = rewards_math.signal_prompts(
+        _per_prompt(batch, "rewards"), count, context.prompts_per_step
+    )
+    kept = Batch.concat([*held, batch.select(ACCUMULATED).take(chosen)])
+    outputs = {f"kept_{name}": kept[name] for name in ACCUMULATED}
+    return {**outputs, "enough": kept.prompts >= context.prompts_per_step}
+
+
+def _held(previous: Mapping[str, Any], like: Batch) -> Batch:
+    fields = {name: previous[f"kept_{name}"] for name in ACCUMULATED}
+    axes = {name: like.axes[name] for name in ACCUMULATED}
+    return Batch(fields, axes, len(fields["prompts"]), like.samples_per_prompt)
+
+
+def _per_prompt(batch: Batch, name: str) -> Tensor:
+    """A samples field as ``[P, G]``."""
+    return batch[name].reshape(batch.prompts, batch.samples_per_prompt)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "group_relative": group_relative,
+    "shuffle": shuffle,
+    "weighted_sum": weighted_sum,
+    "accumulate_signal": accumulate_signal,
+}

@@ -1,0 +1,29 @@
+"""Estimators of the KL divergence from a reference, one value per sampled token."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridflow.recipe.names import hint
+
+# Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
+# With d = log pi(x) - log ref(x) and x sampled from pi: k1 is unbiased with high variance, k2 is
+# biased with low variance, k3 is unbiased with low variance and never negative (GRPO's choice).
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference_T: difference_T,
+    "k2": lambda difference_T: 0.5 * difference_T.square(),
+    "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
+    "abs": torch.abs,
+}
+
+
+def kl_divergence(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str = "k3") -> Tensor:
+    """``[T]`` estimates of KL(policy || reference) at each sampled token, in nats.
+
+    ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d``, ``abs = |d|``, where
+    ``d = logprobs - ref_logprobs``. Differentiable in ``logprobs_T``.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"KL estimator '{estimator}' is unknown: {hint(estimator, ESTIMATORS)}")
+    return ESTIMATORS[estimator](logprobs_T - ref_logprobs_T)

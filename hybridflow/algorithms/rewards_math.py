@@ -1,0 +1,42 @@
+"""Arithmetic on rewards: combine, permute, and find the prompts that carry a signal."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages import has_spread
+
+
+def weighted_sum(terms_S: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """``[S]`` float32 ``sum_k weights[k] * terms[k]``, one term per reward."""
+    if len(terms_S) != len(weights):
+        raise ValueError(
+            f"weights has {len(weights)} entries for {len(terms_S)} rewards; give one weight each"
+        )
+    return torch.stack(
+        [weight * term.float() for term, weight in zip(terms_S, weights, strict=True)]
+    ).sum(dim=0)
+
+
+def shuffle(values_S: Tensor, seed: int, step: int) -> Tensor:
+    """The values of all samples in a random order that ``seed`` and ``step`` alone decide.
+
+    A control experiment: with shuffled advantages, nothing can be learnt from the rewards.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    return values_S[torch.randperm(len(values_S), generator=generator)]
+
+
+def signal_prompts(rewards_PG: Tensor, held: int, wanted: int) -> list[int]:
+    """Prompts whose samples' rewards differ, in order, until ``wanted`` are held.
+
+    DAPO's dynamic sampling (Yu et al., 2025, arXiv:2503.14476, section 3.2): groups that are all
+    right or all wrong have no gradient, so sampling goes on until a step's worth is held.
+
+    Args:
+        rewards_PG: ``[P, G]`` rewards of newly sampled prompts.
+        held: prompts kept from earlier rounds of the step.
+    """
+    kept = has_spread(rewards_PG).nonzero().flatten().tolist()
+    return kept[: max(wanted - held, 0)]
