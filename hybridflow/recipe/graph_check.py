@@ -1,0 +1,293 @@
+"""What is wrong with a graph: its structure, then its types against the catalogue."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from hybridflow.recipe.axes import Axis, FieldType
+from hybridflow.recipe.catalogue import (
+    CONDITIONS,
+    FUNCTIONS,
+    GRAPH_INPUTS,
+    SECTIONS,
+    RoleKind,
+    Signature,
+    calls_of,
+    signature,
+)
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.names import hint
+
+TRAINABLE_ROLE = "actor"
+
+
+def structure_faults(graph: Graph) -> list[Fault]:
+    """Faults that need no recipe: names, producers, conditions, cycles."""
+    faults = [*_input_faults(graph), *_producer_faults(graph)]
+    for node in graph.nodes:
+        faults.extend(_node_faults(graph, node))
+        faults.extend(_repeat_faults(graph, node))
+    if cycle := graph.cycle():
+        where = graph.node(cycle[0]).origin
+        faults.append(
+            Fault(
+                where,
+                f"the nodes form a cycle: {' -> '.join(cycle)}",
+                "cut one edge of it, or `delay` it",
+            )
+        )
+    return faults
+
+
+def _input_faults(graph: Graph) -> Iterator[Fault]:
+    where = graph.nodes[0].origin if graph.nodes else ""
+    if not graph.nodes:
+        yield Fault(where, "the dataflow has no nodes", "add nodes")
+    for name in graph.inputs:
+        if name not in GRAPH_INPUTS:
+            yield Fault(where, f"the data gives no input '{name}'", hint(name, GRAPH_INPUTS))
+
+
+def _producer_faults(graph: Graph) -> Iterator[Fault]:
+    makers = dict.fromkeys(graph.inputs, "the inputs")
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.name in seen:
+            yield Fault(node.origin, f"two nodes are named '{node.name}'", "rename one of them")
+        seen.add(node.name)
+        for name in node.outputs.values():
+            if name in makers:
+                what = f"node '{node.name}' puts out '{name}', which {makers[name]} already gives"
+                yield Fault(node.origin, what, "rename it: `out: [{output: other_name}]`")
+            makers.setdefault(name, f"node '{node.name}'")
+
+
+def _node_faults(graph: Graph, node: Node) -> Iterator[Fault]:
+    name, where = node.name, node.origin
+    if (node.role is None) == (node.function is None) or (node.role is None) != (node.call is None):
+        what = f"node '{name}' is neither a call of a role nor a function"
+        yield Fault(where, what, "give it `role` and `call`, or `function` alone")
+    available = [*graph.inputs, *graph.producers]
+    for field in node.inputs.values():
+        if field not in available:
+            what = f"node '{name}' consumes '{field}', which nothing produces"
+            yield Fault(where, what, hint(field, available))
+    for other in node.after:
+        if other not in graph.names:
+            what = f"node '{name}' comes after '{other}', which is no node"
+            yield Fault(where, what, hint(other, graph.names))
+    for field in node.delay.keys() - set(node.inputs.values()):
+        what = f"node '{name}' delays '{field}', which it does not consume"
+        yield Fault(where, what, hint(field, node.inputs.values()))
+    if node.when is not None and node.when not in CONDITIONS:
+        what = f"node '{name}' has an unknown condition '{node.when}'"
+        yield Fault(where, what, hint(node.when, CONDITIONS))
+    if isinstance(node.every, str) and node.every not in SECTIONS:
+        what = f"node '{name}' runs every '{node.every}', which is no section"
+        yield Fault(where, what, f"{hint(node.every, SECTIONS)} or give a number of steps")
+
+
+def _repeat_faults(graph: Graph, node: Node) -> Iterator[Fault]:
+    repeat = node.repeat_until
+    if repeat is None:
+        return
+    if repeat.condition not in node.outputs.values():
+        what = f"node '{node.name}' repeats until '{repeat.condition}', which it does not put out"
+        yield Fault(node.origin, what, hint(repeat.condition, node.outputs.values()))
+    if repeat.start not in graph.names:
+        what = f"node '{node.name}' repeats from '{repeat.start}', which is no node"
+        yield Fault(node.origin, what, hint(repeat.start, graph.names))
+    elif repeat.start not in graph.loop(node):
+        what = f"node '{node.name}' repeats from '{repeat.start}', from which nothing reaches it"
+        yield Fault(node.origin, what, "repeat from a node whose fields it consumes")
+
+
+def type_faults(
+    graph: Graph, kinds: Mapping[str, RoleKind], active: Iterable[str] | None = None
+) -> list[Fault]:
+    """Faults against the catalogue.
+
+    Args:
+        kinds: the recipe's roles and their kinds.
+        active: nodes that are switched on; only they need their role in the recipe.
+    """
+    return _TypeCheck(graph, kinds, set(graph.names if active is None else active)).run()
+
+
+class _TypeCheck:
+    def __init__(self, graph: Graph, kinds: Mapping[str, RoleKind], active: set[str]) -> None:
+        self._graph, self._kinds, self._active = graph, kinds, active
+        self._signatures = {node.name: self._signature(node) for node in graph.nodes}
+        self._types = {
+            name: GRAPH_INPUTS[name].type for name in graph.inputs if name in GRAPH_INPUTS
+        }
+        for node in graph.nodes:
+            known = self._signatures[node.name]
+            outputs = known.outputs if known else {}
+            self._types.update({f: outputs[o] for o, f in node.outputs.items() if o in outputs})
+
+    def run(self) -> list[Fault]:
+        faults: list[Fault] = []
+        for node in self._graph.nodes:
+            faults.extend(self._action_faults(node))
+            known = self._signatures[node.name]
+            if known is not None:
+                faults.extend(self._trained_role_faults(node, known))
+                faults.extend(_option_faults(node, known))
+                faults.extend(self._input_faults(node, known))
+                faults.extend(_output_faults(node, known))
+                faults.extend(self._repeat_faults(node, known))
+        return faults + _BatchCheck(self._graph, self._signatures, self._types).run()
+
+    def _signature(self, node: Node) -> Signature | None:
+        if node.role is None:
+            return signature(None, node.function)
+        kind = self._kinds.get(node.role) or _KINDS_OF_NAMES.get(node.role)
+        return signature(kind, node.call) if kind else None
+
+    def _action_faults(self, node: Node) -> Iterator[Fault]:
+        if node.function is not None and node.function not in FUNCTIONS:
+            what = f"node '{node.name}' has an unknown function '{node.function}'"
+            yield Fault(node.origin, what, hint(node.function, FUNCTIONS))
+        if node.role is None or node.name not in self._active:
+            return
+        if node.role not in self._kinds:
+            what = f"node '{node.name}' acts on the role '{node.role}', which the recipe lacks"
+            yield Fault(
+                node.origin, what, f"{hint(node.role, self._kinds)} or add it under `roles`"
+            )
+        elif node.call is not None and self._signatures[node.name] is None:
+            kind = self._kinds[node.role]
+            what = f"the role '{node.role}' ({kind}) has no call '{node.call}'"
+            yield Fault(node.origin, what, hint(node.call, calls_of(kind)))
+
+    def _trained_role_faults(self, node: Node, known: Signature) -> Iterator[Fault]:
+        if known.trainable and node.role != TRAINABLE_ROLE:
+            what = f"node '{node.name}' would {node.call} the role '{node.role}', which is frozen"
+            yield Fault(node.origin, what, f"use role: {TRAINABLE_ROLE}")
+        if node.call == "publish" and self._kinds.get(node.to or "") != "rollout":
+            rollouts = [role for role, kind in self._kinds.items() if kind == "rollout"]
+            what = f"node '{node.name}' publishes to {node.to!r}, which is no rollout role"
+            yield Fault(node.origin, what, f"add `to: {rollouts[0] if rollouts else 'rollout'}`")
+        if node.call != "publish" and node.to is not None:
+            yield Fault(node.origin, f"node '{node.name}' has `to`", "only `publish` takes it")
+
+    def _input_faults(self, node: Node, known: Signature) -> Iterator[Fault]:
+        for parameter, field in node.inputs.items():
+            if parameter not in known.inputs:
+                what = f"{node.action} has no parameter '{parameter}'"
+                fix = f"{hint(parameter, known.inputs)} (write `{{parameter: field}}`)"
+                yield Fault(node.origin, what, fix)
+                continue
+            given, wanted = self._types.get(field), known.inputs[parameter]
+            if given is not None and not wanted.accepts(given):
+                types = " or ".join(map(str, wanted.types))
+                what = f"'{field}' is {given}, but '{parameter}' of {node.action} takes {types}"
+                yield Fault(node.origin, what, self._fitting(wanted))
+        for parameter, wanted in known.inputs.items():
+            if not wanted.optional and parameter not in node.inputs:
+                what = f"node '{node.name}' lacks the input '{parameter}' of {node.action}"
+                yield Fault(node.origin, what, self._fitting(wanted))
+
+    def _fitting(self, wanted) -> str:
+        names = [name for name, given in self._types.items() if wanted.accepts(given)]
+        return f"fields that fit: {', '.join(names)}" if names else "add a node that produces one"
+
+    def _repeat_faults(self, node: Node, known: Signature) -> Iterator[Fault]:
+        repeat = node.repeat_until
+        condition = self._types.get(repeat.condition) if repeat else None
+        if condition is not None and (condition.axis, condition.dtype) != (Axis.RUN, "bool"):
+            what = f"node '{node.name}' repeats until '{node.repeat_until.condition}', {condition}"  # type: ignore[union-attr]
+            yield Fault(node.origin, what, "give one bool for the run, as accumulate_signal does")
+        for name in self._graph.loop(node):
+            inner = self._signatures[name]
+            if inner is not None and inner.trainable:
+                what = f"node '{name}' changes or saves weights inside the loop of '{node.name}'"
+                yield Fault(self._graph.node(name).origin, what, "take it out of the loop")
+
+
+_KINDS_OF_NAMES: dict[str, RoleKind] = {
+    "actor": "model",
+    "reference": "model",
+    "rollout": "rollout",
+    "reward": "reward",
+}
+
+
+def _option_faults(node: Node, known: Signature) -> Iterator[Fault]:
+    from hybridflow.recipe.graph_load import NODE_KEYS
+
+    for name, value in node.options.items():
+        option = known.options.get(name)
+        if option is None:
+            what = f"node '{node.name}' has an unknown key '{name}'"
+            yield Fault(node.origin, what, hint(name, [*NODE_KEYS, *known.options]))
+        elif problem := option.problem(value):
+            fix = hint(str(value), option.choices) if option.choices else f"give a {option.dtype}"
+            yield Fault(node.origin, f"`{name}` of node '{node.name}' {problem}", fix)
+    for name, option in known.options.items():
+        if option.required and name not in node.options:
+            what = f"node '{node.name}' lacks `{name}`, {option.description}"
+            yield Fault(node.origin, what, f"add `{name}`: {', '.join(option.choices)}")
+
+
+def _output_faults(node: Node, known: Signature) -> Iterator[Fault]:
+    for output in node.outputs:
+        if output not in known.outputs:
+            what = f"{node.action} has no output '{output}'"
+            fix = f"{hint(output, known.outputs)} (write `{{output: field}}`)"
+            yield Fault(node.origin, what, fix)
+
+
+class _BatchCheck:
+    """Every field with rows belongs to one batch: whose rows, and from how many steps before.
+
+    Rows of different batches must not meet in a node: they do not stand for the same prompts.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        signatures: Mapping[str, Signature | None],
+        types: Mapping[str, FieldType],
+    ) -> None:
+        self._graph, self._signatures, self._types = graph, signatures, types
+        self._known: dict[str, tuple[str, int] | None] = {}
+
+    def run(self) -> list[Fault]:
+        faults = []
+        for node in self._graph.nodes:
+            batches = {field: self._batch(node, field) for field in node.inputs.values()}
+            found = {field: batch for field, batch in batches.items() if batch is not None}
+            if len(set(found.values())) > 1:
+                listed = ", ".join(f"{field} ({_text(b)})" for field, b in found.items())
+                what = f"node '{node.name}' mixes rows of different batches: {listed}"
+                faults.append(Fault(node.origin, what, "take all its fields from one batch"))
+        return faults
+
+    def _batch(self, reader: Node, field: str) -> tuple[str, int] | None:
+        kind = self._types.get(field)
+        if kind is not None and kind.axis is Axis.RUN:
+            return None
+        if field in GRAPH_INPUTS and field in self._graph.inputs:
+            batch = (GRAPH_INPUTS[field].batch, 0)
+        elif field in self._graph.producers:
+            batch = self._of_node(self._graph.producers[field])
+        else:
+            return None
+        return batch and (batch[0], batch[1] + reader.delay.get(field, 0))
+
+    def _of_node(self, node: Node) -> tuple[str, int] | None:
+        if node.name in self._known:
+            return self._known[node.name]
+        self._known[node.name] = None  # ends the walk on a cycle, which is reported by itself
+        batches = (self._batch(node, field) for field in node.inputs.values())
+        batch = next((b for b in batches if b is not None), None)
+        known = self._signatures[node.name]
+        if batch is not None and known is not None and known.fresh_batch:
+            batch = (f"kept by {node.name}", batch[1])
+        self._known[node.name] = batch
+        return batch
+
+
+def _text(batch: tuple[str, int]) -> str:
+    return batch[0] if batch[1] == 0 else f"{batch[0]}, {batch[1]} steps before"

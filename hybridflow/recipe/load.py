@@ -1,0 +1,218 @@
+"""From a file and overrides to a typed recipe, or to every fault at once."""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from hybridflow.recipe.faults import Fault, RecipeError
+from hybridflow.recipe.names import hint
+from hybridflow.recipe.ranges import Wrong
+from hybridflow.recipe.schema import Recipe, RewardSection, RolesSection, Section
+from hybridflow.recipe.source import (
+    COMMAND_LINE,
+    KeyPath,
+    Source,
+    parse_yaml,
+    read_yaml,
+    to_yaml,
+)
+
+_OVERRIDE = re.compile(r"(?P<key>[\w-]+(?:\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
+
+
+@dataclass
+class Draft:
+    """A recipe as far as it could be read.
+
+    Attributes:
+        recipe: None when too little was left to go on; faulty values hold their default or example.
+        faults: what is wrong so far.
+        untrusted: keys whose value is not the user's; checks that read them say nothing.
+    """
+
+    recipe: Recipe | None
+    faults: list[Fault] = field(default_factory=list)
+    untrusted: set[KeyPath] = field(default_factory=set)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a YAML file, changed by ``key.path=value`` overrides.
+
+    Raises:
+        RecipeError: with every fault of its form; ``check`` looks at all the rest.
+    """
+    draft = read_draft(path, overrides)
+    if draft.faults or draft.recipe is None:
+        raise RecipeError(draft.faults)
+    return draft.recipe
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe with every default and override written out; loads to an equal recipe."""
+    return to_yaml(recipe.model_dump())
+
+
+def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read as much as can be read, and collect the faults."""
+    source = read_yaml(path)
+    if source.data is None and not source.faults:
+        source.data = {}
+    if source.data is not None and not isinstance(source.data, dict):
+        source.faults.append(Fault(str(path), "a recipe is a mapping", "write `key: value` lines"))
+    if not isinstance(source.data, dict):
+        return Draft(None, source.faults)
+    for override in overrides:
+        _override(source, override)
+    return _validate(source)
+
+
+def _override(source: Source, text: str) -> None:
+    """Set one dotted key; sections on the way are made when absent."""
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        what = f"'{text}' is no override"
+        source.faults.append(Fault(COMMAND_LINE, what, "write key.path=value"))
+        return
+    value = parse_yaml(match["value"], COMMAND_LINE, numbered=False)
+    source.faults.extend(value.faults)
+    path: KeyPath = tuple(match["key"].split("."))
+    section = source.data
+    for depth, key in enumerate(path[:-1], start=1):
+        if section.get(key) is None:
+            section[key] = {}
+            source.origins[path[:depth]] = COMMAND_LINE
+        section = section[key]
+        if not isinstance(section, dict):
+            what = f"'{text}' sets a key within `{'.'.join(map(str, path[:depth]))}`, a plain value"
+            source.faults.append(Fault(COMMAND_LINE, what, "set that value itself"))
+            return
+    if isinstance(section.get(path[-1]), dict):
+        stale = [known for known in source.origins if known[: len(path)] == path]
+        for known in stale:
+            del source.origins[known]
+    section[path[-1]] = value.data
+    source.origins.update({(*path, *inner): COMMAND_LINE for inner in value.origins})
+
+
+def _validate(source: Source) -> Draft:
+    draft = Draft(None, source.faults)
+    data = copy.deepcopy(source.data)
+    _drop_unknown_roles(data, source, draft)
+    try:
+        draft.recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        draft.faults.extend(_translate(detail, source) for detail in details)
+        draft.recipe = _repaired(data, details, draft.untrusted)
+    if draft.recipe is not None:
+        draft.recipe._origins = source.origins
+    return draft
+
+
+def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> None:
+    """A further role without `function` is a misspelt one rather than a reward."""
+    roles = data.get("roles")
+    if not isinstance(roles, dict):
+        return
+    for name in [*roles]:
+        is_reward = isinstance(roles[name], dict) and "function" in roles[name]
+        if name not in RolesSection.model_fields and not is_reward:
+            fix = f"{hint(name, RolesSection.model_fields)} A reward role has the key `function`"
+            where = source.origin(("roles", name))
+            draft.faults.append(Fault(where, f"unknown role '{name}'", fix))
+            draft.untrusted.add(("roles", name))
+            del roles[name]
+
+
+def _repaired(
+    data: dict[str, Any], details: Iterable[ErrorDetails], untrusted: set[KeyPath]
+) -> Recipe | None:
+    """The recipe with faulty values replaced; notes which ones."""
+    for detail in details:
+        path = _replaceable(detail["loc"])
+        section = _descend(data, path[:-1])
+        if not isinstance(section, dict):
+            continue
+        untrusted.add(path)
+        section.pop(path[-1], None)
+        info = _field_info(path)
+        if info is not None and info.is_required():
+            section[path[-1]] = copy.deepcopy((info.examples or [None])[0])
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError:
+        return None  # its faults are reported already; there is just nothing more to check
+
+
+def _replaceable(path: KeyPath) -> KeyPath:
+    """The part of an error's place that the schema declares, or the unknown key itself."""
+    for depth in range(1, len(path)):
+        if _section_at(path[:depth]) is None:
+            return path[:depth]
+    return path
+
+
+def _descend(data: Any, path: KeyPath) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _section_at(path: KeyPath) -> type[Section] | None:
+    """The section that a key path leads to, None when it leads to a value."""
+    section: type[Section] = Recipe
+    for key in path:
+        info = section.model_fields.get(str(key))
+        if info is None:
+            if section is not RolesSection:
+                return None
+            section = RewardSection
+            continue
+        kinds = [info.annotation, *get_args(info.annotation)]
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if not found:
+            return None
+        section = found[0]
+    return section
+
+
+def _field_info(path: KeyPath) -> FieldInfo | None:
+    section = _section_at(path[:-1])
+    return section.model_fields.get(str(path[-1])) if section else None
+
+
+def _translate(detail: ErrorDetails, source: Source) -> Fault:
+    """One error of pydantic in the words of the recipe."""
+    path = detail["loc"]
+    dotted, key, where = ".".join(map(str, path)), str(path[-1]), source.origin(path)
+    info, section = _field_info(_replaceable(path)), _section_at(path[:-1])
+    if detail["type"] == "missing":
+        return Fault(where, f"`{dotted}` is missing", f"add {_example(key, info)}")
+    if detail["type"] == "extra_forbidden":
+        valid = section.model_fields if section else ()
+        return Fault(where, f"unknown key '{key}' (`{dotted}`)", hint(key, valid))
+    error = detail.get("ctx", {}).get("error")
+    if isinstance(error, Wrong):
+        return Fault(where, f"`{dotted}` {error}", error.fix)
+    rule = detail["msg"].replace("Input should be", "must be")
+    if section is not None and detail["type"] == "model_type":
+        rule = "must be a mapping"
+    what = f"`{dotted}` {rule}, not {detail['input']!r}"
+    return Fault(where, what, f"write for instance {_example(key, info)}")
+
+
+def _example(key: str, info: FieldInfo | None) -> str:
+    if info is None:
+        return f"`{key}`"
+    value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        value = value.model_dump()
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"`{key}: {text}` ({info.description})"

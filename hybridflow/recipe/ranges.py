@@ -1,0 +1,76 @@
+"""Value types of the recipe whose rule does not fit a plain bound. One fault per value."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+
+class Wrong(ValueError):
+    """A value that breaks its rule, with the way to mend it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _clip(value: Any) -> Any:
+    bounds = value if isinstance(value, list) else [value]
+    if len(bounds) not in (1, 2) or not all(_is_number(b) and 0 < b < 1 for b in bounds):
+        what = f"must be a number between 0 and 1 or [low, high], not {value!r}"
+        raise Wrong(what, "write `clip: 0.2` or `clip: [0.2, 0.28]`")
+    return [float(b) for b in bounds] if isinstance(value, list) else float(value)
+
+
+def _betas(value: Any) -> Any:
+    pair = isinstance(value, list) and len(value) == 2
+    if not pair or not all(_is_number(b) and 0 <= b < 1 for b in value):
+        raise Wrong(f"must be two numbers in [0, 1), not {value!r}", "write `betas: [0.9, 0.999]`")
+    return [float(b) for b in value]
+
+
+def _run_name(value: Any) -> Any:
+    if not isinstance(value, str) or not value or "/" in value or "\\" in value or ".." in value:
+        what = f"must be a name without slashes or '..', not {value!r}"
+        raise Wrong(what, "use letters, digits, '-', '_' and '.'")
+    return value
+
+
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_IN_FILE = re.compile(r".+\.py:[^\W\d]\w*")
+
+
+def _function_path(value: Any) -> Any:
+    if not isinstance(value, str) or not (_DOTTED.fullmatch(value) or _IN_FILE.fullmatch(value)):
+        what = f"must name a function, not {value!r}"
+        raise Wrong(what, "write a reward's name, 'pkg.mod.fn' or 'file.py:fn'")
+    return value
+
+
+def _dataflow(value: Any) -> Any:
+    if not isinstance(value, (str, dict)) or not value:
+        what = f"must be a dataflow's name, a path or a mapping, not {value!r}"
+        raise Wrong(what, "write `dataflow: grpo`")
+    return value
+
+
+def _top_k(value: Any) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
+        raise Wrong(f"must be at least 1, or -1 for all tokens, not {value!r}", "write `top_k: -1`")
+    return value
+
+
+Clip = Annotated[float | list[float], BeforeValidator(_clip)]
+Betas = Annotated[list[float], BeforeValidator(_betas)]
+RunName = Annotated[str, BeforeValidator(_run_name)]
+FunctionPath = Annotated[str, BeforeValidator(_function_path)]
+Dataflow = Annotated[str | dict[str, Any], BeforeValidator(_dataflow)]
+TopK = Annotated[int, BeforeValidator(_top_k)]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
