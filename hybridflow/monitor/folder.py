@@ -1,5 +1,6 @@
 """What lies in a run folder, and the functions that read it back."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ REPORT = "report.html"
 CURVE = "reward_curve.png"
 
 _TAIL_BLOCK = 1 << 20
+_NAME = re.compile(r"^name:\s*['\"]?([^'\"#\n]+)", re.MULTILINE)
 
 
 def require_run_folder(folder: Path) -> None:
@@ -25,6 +27,18 @@ def require_run_folder(folder: Path) -> None:
             f"{folder} is not a run folder: it has no {METRICS}. "
             "Give the folder that `hybridflow train` wrote (its `output`)."
         )
+
+
+def recipe_text(folder: Path) -> str | None:
+    """The resolved recipe that the run saved, None when there is none."""
+    path = folder / RECIPE
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+def run_name(folder: Path) -> str:
+    """The recipe's name, else the folder's."""
+    found = _NAME.search(recipe_text(folder) or "")
+    return found.group(1).strip() if found else folder.resolve().name
 
 
 def read_metrics(folder: str | Path) -> list[Row]:

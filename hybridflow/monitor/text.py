@@ -17,7 +17,9 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.42 s, 12.3 s, 2:05, 3:07:09."""
+    """4.2 ms, 0.42 s, 12.3 s, 2:05, 3:07:09."""
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:

@@ -115,7 +115,8 @@ def test_numbers(value, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.42, "0.42 s"), (12.34, "12.3 s"), (125, "2:05"), (11229, "3:07:09")]
+    ("seconds", "text"),
+    [(0.0042, "4.2 ms"), (0.42, "0.42 s"), (12.34, "12.3 s"), (125, "2:05"), (11229, "3:07:09")],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
