@@ -96,6 +96,7 @@ details{margin-top:14px}summary{cursor:pointer;font-weight:600}
 details>.charts,details>.card{margin-top:12px}
 @media(min-width:761px){.wide svg text{font-size:7.5px}}
 @media(max-width:760px){main{padding:18px 12px 40px}.wide{grid-template-columns:minmax(0,1fr)}
+ td{white-space:nowrap}.meter{display:none}
  .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile b{font-size:18px}}
 @media print{.card,.tile{break-inside:avoid}pre{max-height:none}}
 """

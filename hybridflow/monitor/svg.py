@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybridflow.monitor.page import escape
 from hybridflow.monitor.series import Point, Series, smooth
-from hybridflow.monitor.text import duration, number
+from hybridflow.monitor.text import duration, number, tick
 
 WIDTH, HEIGHT = 400, 200
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
@@ -80,7 +80,7 @@ def _axes(frame: Frame) -> str:
     for value in ticks(frame.y_low, frame.y_high):
         y = frame.y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" class="end">{number(value)}</text>')
+        parts.append(f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" class="end">{tick(value)}</text>')
     whole = [value for value in ticks(frame.x_low, frame.x_high, 5) if value == int(value)]
     for value in whole:
         x, y = frame.x(value), HEIGHT - BOTTOM + 14

@@ -41,16 +41,24 @@ def reward_of(row: Row) -> float | None:
 
 
 def choose(rows: Sequence[Row], seed: int = 0) -> list[tuple[str, Row]]:
-    """Best, worst and two random rows, each row at most once; the same for the same rows."""
-    scored = [index for index, row in enumerate(rows) if reward_of(row) is not None]
+    """Best, worst and two random rows, then one of an evaluation; each row at most once.
+
+    The choice is the same for the same rows and seed.
+    """
+    training = [index for index, row in enumerate(rows) if not row.get("evaluation")]
+    scored = [index for index in training if reward_of(rows[index]) is not None]
     chosen: dict[int, str] = {}
     if scored:
         chosen[max(scored, key=lambda index: reward_of(rows[index]) or 0.0)] = "best"
         worst = min(scored, key=lambda index: reward_of(rows[index]) or 0.0)
         chosen.setdefault(worst, "worst")
-    rest = [index for index in range(len(rows)) if index not in chosen]
-    for index in random.Random(seed).sample(rest, min(_RANDOM_ROWS, len(rest))):
+    rest = [index for index in training if index not in chosen]
+    generator = random.Random(seed)
+    for index in generator.sample(rest, min(_RANDOM_ROWS, len(rest))):
         chosen[index] = "random"
+    evaluated = [index for index, row in enumerate(rows) if row.get("evaluation")]
+    if evaluated:
+        chosen[generator.choice(evaluated)] = "evaluation"
     return [(kind, rows[index]) for index, kind in chosen.items()]
 
 

@@ -77,7 +77,7 @@ class RunWriter:
 
         Each row holds at least ``prompt`` and ``response`` (texts) and ``reward``; the trainer
         adds ``length`` (tokens), ``finished``, ``version``, ``answer`` and, where several
-        functions score, ``rewards`` (name -> number).
+        functions score, ``rewards`` (name -> number). ``evaluation`` is true for a held-out one.
         """
         place = {"step": step} if stage is None else {"stage": stage, "step": step}
         with self._lock:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hybridflow.monitor import Console
-from hybridflow.monitor.text import duration, number
+from hybridflow.monitor.text import duration, number, tick
 
 NODES = {"generate": 0.4, "score": 0.01, "update": 0.3, "publish": 0.05}
 
@@ -30,7 +30,7 @@ def test_plain_lines_have_no_control_codes_and_say_everything():
     assert "\r" not in text
     lines = text.splitlines()
     assert [line.split("  ")[0] for line in lines[:-1]] == [f"grpo {n}/5" for n in range(1, 6)]
-    assert "reward 0.3  eval 0.75  kl 2e-05  length 12.34  generate 0.40 s" in lines[2]
+    assert "reward 0.3  eval 0.75  kl 2e-5  length 12.34  generate 0.40 s" in lines[2]
     assert "eval" not in lines[3]
     assert "eta" in lines[0]
     assert lines[-1] == "checkpoint: runs/q/checkpoints/5 [whole]"
@@ -108,10 +108,18 @@ def test_a_live_panel_hides_nothing_and_restores_the_terminal_on_an_exception():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (0.51234, "0.5123"), (12.3, "12.3"), (1234.5, "1,234"), (3.2e-6, "3.2e-06")],
+    [(0.0, "0"), (0.51234, "0.5123"), (12.3, "12.3"), (1234.5, "1,234"), (3.2e-6, "3.2e-6")],
 )
 def test_numbers(value, text):
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.25, "0.25"), (1500, "1,500"), (40_000, "40k"), (4.2e6, "4.2M"), (5e-4, "5e-4")],
+)
+def test_axis_labels_are_short(value, text):
+    assert tick(value) == text
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ def test_best_worst_and_random_rollouts_are_distinct():
     assert len({row["n"] for _, row in chosen}) == 4
     assert chosen == choose(rows)
     assert choose([rows[0]]) == [("best", rows[0])]
+    held_out = {"reward": 9.0, "evaluation": True}
+    assert choose([held_out, rows[0]]) == [("best", rows[0]), ("evaluation", held_out)]
 
 
 def run_command(*words):
