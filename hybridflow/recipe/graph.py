@@ -140,6 +140,10 @@ class Graph:
                     _add(edges, name, repeating.name)
         return edges
 
+    def explicit(self, name: str) -> set[str]:
+        """Names of the nodes that the named one waits for by its fields and ``after``."""
+        return self._explicit(self.node(name))
+
     def _explicit(self, node: Node) -> set[str]:
         taken = {f for f in node.inputs.values() if f not in node.delay and f in self.producers}
         given = {name for name in node.after if name in self._by_name}
