@@ -37,10 +37,12 @@ class Loss:
 
     Attributes:
         needs_advantages: whether the batch must hold ``advantages``.
+        metrics: names of its metrics.
     """
 
     function: Callable[[TokenInputs], TokenLoss]
     needs_advantages: bool
+    metrics: tuple[str, ...] = ()
 
     def __call__(self, inputs: TokenInputs) -> TokenLoss:
         assert not self.needs_advantages or inputs.advantages_T is not None
@@ -59,6 +61,7 @@ def ppo_clip(inputs: TokenInputs) -> TokenLoss:
     gradient; ``entropy_estimate``, -logp, whose mean is the policy's entropy while sampling is
     on-policy.
     """
+    assert inputs.advantages_T is not None, "Loss checks this"
     ratio_T = torch.exp(inputs.logprobs_T - inputs.old_logprobs_T)
     clipped_T = ratio_T.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
     free_T, bounded_T = ratio_T * inputs.advantages_T, clipped_T * inputs.advantages_T
@@ -76,6 +79,10 @@ def cross_entropy(inputs: TokenInputs) -> TokenLoss:
 
 
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": Loss(ppo_clip, needs_advantages=True),
+    "ppo_clip": Loss(
+        ppo_clip,
+        needs_advantages=True,
+        metrics=("ratio_mean", "clip_fraction", "entropy_estimate"),
+    ),
     "cross_entropy": Loss(cross_entropy, needs_advantages=False),
 }

@@ -1,6 +1,7 @@
 """Rows of prompt and response as packs without padding (the THD layout)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +34,10 @@ class Pack:
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on another device."""
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if name != "longest"
         }
-        return Pack(**moved)
+        return Pack(longest=self.longest, **moved)
 
 
 def bins_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""The training engine on megatron.core: packs, schedules, optimizer, checkpoints."""

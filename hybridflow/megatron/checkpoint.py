@@ -1,0 +1,114 @@
+"""A checkpoint of one engine: safetensors files a rank, scalars in JSON; nothing is pickled.
+
+Layout of the folder::
+
+    engine.json              version, layout, dtype, counters
+    tp0_pp0.safetensors      parameters (model/...) and optimizer state (exp_avg/... and so on)
+
+Data-parallel replicas are equal, so the first of them writes for all. The folder is written aside
+and renamed when every rank is done: under its own name it is always whole.
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_bridge.layout import ParallelLayout
+
+VERSION = 1
+_SCALARS = "engine.json"
+
+
+def save(
+    folder: Path, layout: ParallelLayout, tensors: dict[str, Tensor], scalars: dict[str, Any]
+) -> None:
+    """Writes this rank's part; collective. Replaces a checkpoint of the same name.
+
+    The folder must be one that all ranks see.
+    """
+    aside = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    if layout.coordinates(dist.get_rank()).dp == 0:
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            aside / _file_name(layout),
+        )
+    if dist.get_rank() == 0:
+        content = {"version": VERSION, "layout": asdict(layout), **scalars}
+        (aside / _SCALARS).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _replace(aside, folder)
+    dist.barrier()
+
+
+def load(folder: Path, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's tensors, on the CPU, and the scalars.
+
+    Raises:
+        ValueError: there is no checkpoint here, or it is of another layout or version.
+    """
+    path = folder / _SCALARS
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no engine checkpoint: {_SCALARS} is missing")
+    scalars = json.loads(path.read_text(encoding="utf-8"))
+    if scalars["version"] != VERSION:
+        raise ValueError(
+            f"{folder} is a checkpoint of version {scalars['version']}; this code reads {VERSION}"
+        )
+    saved = ParallelLayout(**scalars["layout"])
+    if saved != layout:
+        raise ValueError(
+            f"{folder} was saved at {_spell(saved)} and this run is at {_spell(layout)}; resume at "
+            "the saved layout, or start a new run from the exported model"
+        )
+    with safe_open(folder / _file_name(layout), framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors, scalars
+
+
+def _file_name(layout: ParallelLayout) -> str:
+    place = layout.coordinates(dist.get_rank())
+    return f"tp{place.tp}_pp{place.pp}.safetensors"
+
+
+def _replace(new: Path, folder: Path) -> None:
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _spell(layout: ParallelLayout) -> str:
+    return f"tp={layout.tp} pp={layout.pp} dp={layout.dp}"
+
+
+def fill(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    """Copies tensors by name into ``target``'s memory.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    if unmatched := sorted(target.keys() ^ source.keys()):
+        raise ValueError(f"checkpoint and model differ in {unmatched[:5]}; use the same model")
+    with torch.no_grad():
+        for name, tensor in target.items():
+            if tensor.shape != source[name].shape:
+                raise ValueError(
+                    f"checkpoint: '{name}' is {list(source[name].shape)}, the model has "
+                    f"{list(tensor.shape)}; use the same model"
+                )
+            tensor.copy_(source[name])

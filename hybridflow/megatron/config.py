@@ -1,0 +1,94 @@
+"""What a training engine is told; nothing is read from anywhere else."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.recipe.names import hint
+from megatron_bridge.layout import ParallelLayout
+
+SCHEDULES = ("constant", "linear", "cosine")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its learning rate over ``total_steps`` optimizer steps.
+
+    Attributes:
+        clip_grad: largest global gradient norm; 0 leaves gradients as they are.
+        weight_decay: decoupled; norms and biases are spared.
+        schedule: ``constant``, or ``linear`` or ``cosine`` from ``lr`` down to ``min_lr`` at
+            ``total_steps``, each after ``warmup_steps`` of linear warm-up.
+        total_steps: optimizer steps of the stage; needed by falling schedules alone.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    total_steps: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule '{self.schedule}' is unknown: {hint(self.schedule, SCHEDULES)}"
+            )
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule '{self.schedule}' falls over total_steps={self.total_steps}, which "
+                f"must be greater than warmup_steps={self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How a batch becomes optimizer steps.
+
+    Attributes:
+        name: an entry of ``hybridflow.algorithms.LOSSES``.
+        clip_low, clip_high: bounds of the ratio, ``[1 - low, 1 + high]``.
+        kl_coef: weight of the KL term against ``ref_logprobs``; at 0 the KL is a metric alone.
+        aggregation: an entry of ``hybridflow.algorithms.AGGREGATIONS``.
+        temperature: of the sampler; logits are divided by it here too.
+        mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
+        epochs: passes over the batch.
+    """
+
+    name: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    aggregation: str = "token_mean"
+    temperature: float = 1.0
+    mini_batches: int = 1
+    epochs: int = 1
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the only optimizer step sees the weights that the batch was sampled with."""
+        return self.mini_batches * self.epochs == 1
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One role's model on this group of ranks.
+
+    Attributes:
+        model_path: folder in HuggingFace format.
+        optimizer: None for a model that never trains (no gradient buffers are made).
+        micro_batch_tokens: most input tokens of one packed forward pass.
+    """
+
+    model_path: str
+    layout: ParallelLayout
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    optimizer: OptimizerSettings | None = None
+    micro_batch_tokens: int = 8192

@@ -1,0 +1,238 @@
+"""The training engine of one role: a Megatron model on this group of ranks."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from hybridflow.algorithms.packing import Pack
+from hybridflow.batch import Batch, Ragged
+from hybridflow.megatron import checkpoint
+from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.megatron.loss import UpdateLoss
+from hybridflow.megatron.optimizer import ModelOptimizer
+from hybridflow.megatron.rows import Rows, check_fields, packs_of, rows_of
+from hybridflow.megatron.step import PackedModel, PackLoss
+from megatron_bridge import live
+from megatron_bridge.runtime import device, parallel
+
+_UNTRAINABLE = "this engine was made without an optimizer; it cannot train"
+
+
+class Engine:
+    """Log-probabilities, updates, weights and checkpoints of one model.
+
+    torch.distributed must be up with ``config.layout.world`` ranks. All methods are collective:
+    every rank calls them alike, with its data-parallel part of a batch.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._hf_config = live.load_hf_config(config.model_path)
+        join(config)
+        model = live.build_model(
+            self._hf_config, config.layout, dtype=config.dtype, seed=config.seed
+        )
+        live.load_weights(model, config.model_path)
+        self._core = model
+        self._optimizer: ModelOptimizer | None = None
+        if config.optimizer is not None:
+            model = _data_parallel(model)
+        self._model = model
+        self._packed = PackedModel(model)
+        if config.optimizer is not None:
+            self.begin_stage(config.optimizer)
+
+    def begin_stage(self, optimizer: OptimizerSettings) -> None:
+        """New optimizer state and a learning-rate schedule from its start, same weights."""
+        if not isinstance(self._model, DistributedDataParallel):
+            raise ValueError(_UNTRAINABLE)
+        self._optimizer = ModelOptimizer(self._model, optimizer)
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged | None:
+        """Log-probability of every response token, float32, in nats.
+
+        Args:
+            batch: this data-parallel rank's rows, with ``prompts`` and ``responses``.
+
+        Returns:
+            Rows like the responses, on the CPU; None but on the last pipeline stage's first
+            tensor-parallel rank.
+        """
+        responses: Ragged = batch["responses"]
+        packs = packs_of(batch, self.config.micro_batch_tokens)
+        flat_T = torch.zeros(len(responses.values))
+        if packs:
+            self._scatter(packs, flat_T, temperature)
+        if not is_reporter():
+            return None
+        return Ragged(flat_T, responses.offsets)
+
+    def _scatter(self, packs: list[Pack], flat_T: Tensor, temperature: float) -> None:
+        results = self._packed.logprobs(packs, temperature)
+        if results:  # the last pipeline stage's
+            for pack, logprobs_R in zip(packs, results, strict=True):
+                flat_T[pack.source_R] = logprobs_R.cpu()
+
+    def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """``loss.epochs`` passes of ``loss.mini_batches`` optimizer steps over the batch.
+
+        Args:
+            batch: this data-parallel rank's rows: ``prompts``, ``responses``, and as the loss
+                needs ``advantages`` (one a sample, or one a response token), ``old_logprobs``
+                (without them the weights are taken to be those that sampled), ``ref_logprobs``
+                and ``rollout_logprobs``. Mini-batch k takes the k-th run of prompts of each rank.
+
+        Returns:
+            Metrics, the same on every rank.
+
+        Raises:
+            ValueError: a field is missing, or a rank has no response in some mini-batch.
+            FloatingPointError: loss or gradient is not finite; names the optimizer step.
+        """
+        check_fields(batch, loss)
+        optimizer = self._trainer()
+        parts = [
+            rows_of(part, loss, self.config.micro_batch_tokens)
+            for part in batch.split(loss.mini_batches)
+        ]
+        normalisers = _global_normalisers(parts)
+        measured = UpdateLoss(loss, batch, self._packed.device)
+        norms, rate = [], 0.0
+        for epoch in range(loss.epochs):
+            for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
+                pack_loss = measured.of(rows, normaliser, first=epoch == place == 0)
+                norm, rate = self._step(optimizer, rows, loss.temperature, pack_loss)
+                norms.append(norm)
+        metrics = measured.reduce(parts)
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"{self._where()}: the loss is {metrics['loss']}")
+        return {**metrics, "grad_norm": sum(norms) / len(norms), "lr": rate}
+
+    def _step(
+        self, optimizer: ModelOptimizer, rows: Rows, temperature: float, loss: PackLoss
+    ) -> tuple[float, float]:
+        """One optimizer step; gradient norm and learning rate."""
+        optimizer.zero_grad()
+        self._packed.forward_backward(rows.packs, temperature, loss)
+        try:
+            return optimizer.step()
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"{self._where()}: {error}; no parameter has moved. Lower the learning rate, or "
+                "look for NaN in the rewards and log-probabilities of this step's rollouts"
+            ) from error
+
+    def _where(self) -> str:
+        assert self._optimizer is not None
+        return f"optimizer step {self._optimizer.steps}"
+
+    def _trainer(self) -> ModelOptimizer:
+        if self._optimizer is None:
+            raise ValueError(_UNTRAINABLE)
+        return self._optimizer
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full HuggingFace tensors by name, on rank 0; every rank must exhaust the iterator."""
+        return live.export_weights(self._core, self._hf_config)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the model in HuggingFace format, with the source's tokenizer."""
+        live.save_pretrained(self._core, self.config.model_path, folder)
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Writes weights, optimizer state and counters, whole or not at all."""
+        optimizer = self._trainer()
+        checkpoint.save(
+            Path(folder),
+            self.config.layout,
+            {**self._parameters(), **optimizer.state()},
+            {"optimizer_steps": optimizer.steps, "dtype": str(self.config.dtype)},
+        )
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Goes on from ``save_checkpoint``, bit for bit.
+
+        Call ``begin_stage`` with the stage's optimizer first: settings are the recipe's, state is
+        the checkpoint's.
+
+        Raises:
+            ValueError: the checkpoint is of another layout, model or dtype.
+        """
+        optimizer = self._trainer()
+        tensors, scalars = checkpoint.load(Path(folder), self.config.layout)
+        if scalars["dtype"] != str(self.config.dtype):
+            raise ValueError(
+                f"{folder} was saved in {scalars['dtype']}, this run is in {self.config.dtype}; "
+                "set model.dtype as it was"
+            )
+        parameters = self._parameters()
+        checkpoint.fill(parameters, {n: t for n, t in tensors.items() if n.startswith("model/")})
+        optimizer.load_state(
+            {n: t for n, t in tensors.items() if not n.startswith("model/")},
+            scalars["optimizer_steps"],
+        )
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {f"model/{name}": p.data for name, p in self._core.named_parameters()}
+
+
+def join(config: EngineConfig) -> None:
+    """Megatron's process groups for this layout; engines of one process share them.
+
+    Raises:
+        ValueError: another engine of this process has a different layout.
+    """
+    device.prepare()
+    if not parallel_state.is_initialized():
+        parallel.initialize(config.layout, config.seed)
+    elif parallel.layout() != config.layout:
+        raise ValueError(
+            f"roles that share processes need one layout: {parallel.layout()} is up, "
+            f"{config.layout} was asked for; give both roles the same `parallel`"
+        )
+
+
+def is_reporter() -> bool:
+    """Whether this rank holds the results of its data-parallel replica."""
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return last and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:
+    config = get_model_config(model)
+    config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, settings, model)
+
+
+def _global_normalisers(parts: list[Rows]) -> list[float]:
+    """Each mini-batch's normaliser, summed over data-parallel ranks.
+
+    Raises:
+        ValueError: on every rank alike, when one of them has nothing to learn from.
+    """
+    shares_M2 = torch.tensor(
+        [[rows.normaliser, float(rows.responses == 0)] for rows in parts],
+        dtype=torch.float64,
+        device=device.device(),
+    )
+    dist.all_reduce(shares_M2, group=parallel_state.get_data_parallel_group())
+    normalisers, empty = shares_M2.T.tolist()
+    if any(empty):
+        raise ValueError(
+            f"{int(sum(empty))} of {len(parts)} mini-batches x "
+            f"{parallel_state.get_data_parallel_world_size()} data-parallel ranks have no response "
+            "token; use at least dp x mini_batches prompts a step"
+        )
+    return normalisers

@@ -1,0 +1,110 @@
+"""Megatron's AdamW on this rank's parameters, with the learning rate of each step."""
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from hybridflow.megatron.config import OptimizerSettings
+from hybridflow.megatron.schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ModelOptimizer:
+    """Optimizer steps, counted from 0, over a data-parallel model.
+
+    Attributes:
+        steps: optimizer steps taken so far.
+    """
+
+    def __init__(self, model: DistributedDataParallel, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.steps = 0
+        self._model = model
+        dtype = next(model.parameters()).dtype
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+        )
+        optimizer = get_megatron_optimizer(config, [model])
+        assert isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 1
+        self._optimizer = optimizer
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            for group in optimizer.param_groups:  # one pass over memory instead of ten
+                group["fused"], group["foreach"] = True, False
+
+    def zero_grad(self) -> None:
+        """Clears gradients and their buffers."""
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Clips the gradients and moves the parameters; gradient norm before clipping, and rate.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite, on every rank; nothing has moved.
+        """
+        optimizer = self._optimizer
+        overflow = optimizer.prepare_grads()
+        assert not overflow, "only a loss scaler reports this, and there is none"
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}")
+        if self.settings.clip_grad > 0:
+            parameters: list[Tensor] = list(optimizer.chained_optimizers[0].get_parameters())
+            clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
+        rate = self._set_rates()
+        optimizer.step_with_ready_grads()
+        self.steps += 1
+        return grad_norm, rate
+
+    def _set_rates(self) -> float:
+        rate = learning_rate(self.settings, self.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+        return rate
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the optimizer by ``kind/parameter name``: both moments, Adam's step
+        counter and, beside 16-bit parameters, their 32-bit originals."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter, main in self._parameters():
+            if main is not parameter:
+                tensors[f"main/{name}"] = main.data
+            for kind, value in self._optimizer.optimizer.state.get(main, {}).items():
+                tensors[f"{kind}/{name}"] = value
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor], steps: int) -> None:
+        """Takes what ``state`` gave; copies, so that parameters share nothing with ``tensors``."""
+        self.steps = steps
+        state = self._optimizer.optimizer.state
+        for name, parameter, main in self._parameters():
+            if main is not parameter:
+                main.data.copy_(tensors[f"main/{name}"])
+            kinds = [key.split("/", 1)[0] for key in tensors if key.split("/", 1)[1] == name]
+            state[main] = {
+                kind: tensors[f"{kind}/{name}"].to(main.device, copy=True)
+                for kind in kinds
+                if kind != "main"
+            }
+
+    def _parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, parameter, and what the optimizer moves in its place."""
+        return [
+            (name, parameter, getattr(parameter, "main_param", parameter))
+            for name, parameter in self._model.module.named_parameters()
+        ]

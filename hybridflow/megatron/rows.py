@@ -1,0 +1,96 @@
+"""One mini-batch of this data-parallel rank, flat over its response tokens."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms import LOSSES
+from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.packing import Pack, pack_rows
+from hybridflow.batch import Batch, Ragged
+from hybridflow.megatron.config import LossSettings
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.names import hint
+
+LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packs and what the loss reads, ``T`` response tokens in the batch's order.
+
+    Attributes:
+        weights_T: of the aggregation; ``normaliser`` is these rows' share.
+        responses: number of rows with at least one response token.
+    """
+
+    packs: list[Pack]
+    weights_T: Tensor
+    normaliser: float
+    responses: int
+    advantages_T: Tensor | None
+    rollout_logprobs_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        """Number of response tokens."""
+        return len(self.weights_T)
+
+    def to(self, device: torch.device) -> "Rows":
+        """The same rows, flat fields on ``device``; packs follow when they are run."""
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+def packs_of(batch: Batch, max_tokens: int) -> list[Pack]:
+    """The batch's rows in packs of at most ``max_tokens`` input tokens."""
+    responses: Ragged = batch["responses"]
+    prompts = batch["prompts"].rows()
+    if len(responses) != len(prompts):  # P*G responses, G for each prompt
+        prompts = [row for row in prompts for _ in range(batch.samples_per_prompt)]
+    return pack_rows(prompts, responses.values, responses.offsets, max_tokens)
+
+
+def rows_of(batch: Batch, loss: LossSettings, max_tokens: int) -> Rows:
+    """What one optimizer step reads of this rank's part of a mini-batch."""
+    responses: Ragged = batch["responses"]
+    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths)
+    flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
+    return Rows(
+        packs=packs_of(batch, max_tokens),
+        weights_T=weights_T,
+        normaliser=normaliser,
+        responses=int((responses.lengths > 0).sum()),
+        advantages_T=_advantages(batch, responses) if "advantages" in batch else None,
+        rollout_logprobs_T=flat["rollout_logprobs"],
+        old_logprobs_T=flat["old_logprobs"],
+        ref_logprobs_T=flat["ref_logprobs"],
+    )
+
+
+def check_fields(batch: Batch, loss: LossSettings) -> None:
+    """ValueError when ``loss`` is unknown or lacks a field of ``batch``."""
+    if loss.name not in LOSSES:
+        raise ValueError(f"loss '{loss.name}' is unknown: {hint(loss.name, LOSSES)}")
+    if not LOSSES[loss.name].needs_advantages:
+        return
+    if "advantages" not in batch:
+        raise ValueError(f"loss '{loss.name}' needs the field 'advantages'")
+    if not loss.on_policy and "old_logprobs" not in batch:
+        raise ValueError(
+            f"{loss.mini_batches} mini-batches x {loss.epochs} epochs need the field "
+            "'old_logprobs': after the first optimizer step the weights have moved"
+        )
+
+
+def _advantages(batch: Batch, responses: Ragged) -> Tensor:
+    if batch.axes["advantages"] is Axis.TOKENS:
+        return batch["advantages"].values.float()
+    return torch.repeat_interleave(batch["advantages"].float(), responses.lengths)

@@ -1,0 +1,112 @@
+"""Forward and backward passes over packs, under Megatron's pipeline schedules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from hybridflow.algorithms.packing import Pack
+from hybridflow.megatron.logprobs import vocab_parallel_logprobs
+from megatron_bridge import live
+
+PackLoss = Callable[[Pack, Tensor], Tensor]
+
+
+class PackedModel:
+    """This rank's part of a model, run over packs.
+
+    The output layer sees the predicting positions alone: logits of prompt tokens are never made,
+    and those of one pack are all that exist at a time (per pipeline stage in flight).
+
+    Args:
+        model: a ``GPTModel`` or its data-parallel wrapper.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._predict_R: Tensor | None = None
+        self.device = next(model.parameters()).device
+        core: Any = live.unwrap(model)
+        if core.post_process:
+            core.output_layer.register_forward_pre_hook(self._keep_predicting)
+
+    def logprobs(self, packs: list[Pack], temperature: float) -> list[Tensor]:
+        """``[R]`` log-probabilities of every pack's labels, without gradient.
+
+        An empty list on all but the last pipeline stage.
+        """
+
+        def collect(pack: Pack) -> Callable[..., Tensor]:
+            return lambda logits_1RV, non_loss_data: self._logprobs(pack, logits_1RV, temperature)
+
+        with torch.no_grad():
+            return self._run(packs, collect, forward_only=True)
+
+    def forward_backward(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
+        """Adds the gradient of ``sum over packs of loss(pack, logprobs_R)`` to the buffers, then
+        averages them over data-parallel ranks."""
+
+        def train(pack: Pack) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+            # The schedule divides by the number of micro-batches, for a mean we do not want.
+            return lambda logits_1RV: (
+                loss(pack, self._logprobs(pack, logits_1RV, temperature)) * len(packs),
+                {},
+            )
+
+        self._run(packs, train, forward_only=False)
+
+    def _run(self, packs: list[Pack], reader: Callable[[Pack], Any], forward_only: bool) -> Any:
+        def forward(packs_left: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+            pack = next(packs_left).to(self.device)
+            return self._forward(model, pack), reader(pack)
+
+        config = get_model_config(self.model)
+        longest = max(len(pack.input_ids_T) for pack in packs)
+        assert (
+            config.variable_seq_lengths
+            or parallel_state.get_pipeline_model_parallel_world_size() == 1
+        )
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(packs),
+            model=self.model,
+            num_microbatches=len(packs),
+            seq_length=longest,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(self, model: torch.nn.Module, pack: Pack) -> Tensor:
+        """Logits ``[1, R, V / tp]``, or the hidden states of an earlier stage."""
+        self._predict_R = pack.predict_R
+        sequences = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=pack.offsets_N,
+            cu_seqlens_kv=pack.offsets_N,
+            max_seqlen_q=pack.longest,
+            max_seqlen_kv=pack.longest,
+        )
+        return model(
+            pack.input_ids_T[None], pack.position_ids_T[None], None, packed_seq_params=sequences
+        )
+
+    def _keep_predicting(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_T1H, *others = inputs
+        assert self._predict_R is not None
+        return (hidden_T1H.index_select(0, self._predict_R), *others)
+
+    def _logprobs(self, pack: Pack, logits_1RV: Tensor, temperature: float) -> Tensor:
+        width = logits_1RV.shape[-1]
+        return vocab_parallel_logprobs(
+            logits_1RV[0],
+            pack.labels_R,
+            vocab_start=parallel_state.get_tensor_model_parallel_rank() * width,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=temperature,
+        )
