@@ -1,14 +1,18 @@
 """The bridge's interface to live models: build, load, export, save."""
 
 from megatron_bridge.checkpoint import load_hf_config
+from megatron_bridge.live_export import export_weights
 from megatron_bridge.live_load import load_weights
 from megatron_bridge.live_model import build_model, global_name, origin, unwrap
+from megatron_bridge.live_save import save_pretrained
 
 __all__ = [
     "build_model",
+    "export_weights",
     "global_name",
     "load_hf_config",
     "load_weights",
     "origin",
+    "save_pretrained",
     "unwrap",
 ]

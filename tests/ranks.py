@@ -7,6 +7,7 @@ shows the first cause and, for a hang, where each rank stood.
 
 import datetime
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -75,9 +76,8 @@ def _import_once() -> None:
     from megatron_bridge.runtime import device
 
     device.prepare()
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel
+    for module in ("models.gpt", "optimizer", "pipeline_parallel", "distributed"):
+        importlib.import_module(f"megatron.core.{module}")
 
 
 def _child(

@@ -153,10 +153,10 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, plan_: Plan, scale: float)
     """
     if plan_.scatter is None:
         return _causal(q, k, v, plan_.buckets[0], scale)
-    padded = [_Gather.apply(x, plan_) for x in (q, k, v)]
+    q_rows, k_rows, v_rows = (_Gather.apply(x, plan_) for x in (q, k, v))
     rows = [
-        _causal(*qkv, bucket, scale)
-        for *qkv, bucket in zip(*padded, plan_.buckets, strict=True)  # type: ignore[arg-type]
+        _causal(q_rows[i], k_rows[i], v_rows[i], bucket, scale)  # type: ignore[index]
+        for i, bucket in enumerate(plan_.buckets)
     ]
     return _Scatter.apply(plan_, *rows)  # type: ignore[return-value]
 

@@ -26,11 +26,12 @@ def layer_spec(config: TransformerConfig) -> Any:
 
 def _local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's parallel linear layers around our packed attention and norm."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    norm: Any = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
