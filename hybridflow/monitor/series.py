@@ -82,10 +82,13 @@ def node_names(rows: Sequence[Row]) -> list[str]:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred running mean over at most ``window`` values; NaN stays NaN and is left out."""
-    half = window // 2
+    """Centred running mean over at most ``window`` values; NaN stays NaN and is left out.
+
+    The window narrows towards both ends, so a trend is not bent there.
+    """
     result = []
     for index, value in enumerate(values):
-        near = [v for v in values[max(0, index - half) : index + half + 1] if v == v]
+        half = min(window // 2, index, len(values) - 1 - index)
+        near = [v for v in values[index - half : index + half + 1] if v == v]
         result.append(sum(near) / len(near) if value == value else math.nan)
     return result

@@ -128,8 +128,8 @@ def test_downsampling_keeps_the_extremes_and_gaps():
 
 
 def test_smoothing_leaves_out_what_is_no_number():
-    assert smooth([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
-    assert smooth([1.0, math.nan, 3.0], 3)[2] == 3.0
+    assert smooth([1.0, 2.0, 6.0], 3) == [1.0, 3.0, 6.0]
+    assert smooth([1.0, math.nan, 3.0, 5.0, 9.0], 3)[2:] == [4.0, 17 / 3, 9.0]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.02, 0.04), (0, 8), (4300, 6100), (0, 3e-5)])
