@@ -39,9 +39,12 @@ class Console:
         self._file = file if file is not None else sys.stdout
         self._progress = Progress(totals=dict(stages or {}))
         self._lock = threading.Lock()
-        self._terminal = Terminal(file=self._file, force_terminal=live, highlight=False)
+        # The file decides, not FORCE_COLOR: a log must not fill with control codes.
+        self._wants_live = self._file.isatty() if live is None else live
+        self._terminal = Terminal(file=self._file, force_terminal=self._wants_live, highlight=False)
+        if self._terminal.is_dumb_terminal:
+            self._wants_live = False
         self._live: Live | None = None
-        self._wants_live = self._terminal.is_terminal if live is None else live
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def __enter__(self) -> "Console":

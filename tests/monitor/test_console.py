@@ -18,7 +18,8 @@ def metrics(step):
     return {"reward/mean": 0.1 * step, "update/kl": 2e-5, "length/mean": 12.34}
 
 
-def test_plain_lines_have_no_control_codes_and_say_everything():
+def test_plain_lines_have_no_control_codes_and_say_everything(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     with Console("quickstart", {"grpo": 5}, every=2, file=out) as console:
         for step in range(1, 6):
