@@ -1,0 +1,72 @@
+"""What the checks share: the recipe, its compiled stages, the model's config, read once."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hybridflow.recipe.compile import Plan, Stage, compile_stages, make_plan
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.schema import Recipe
+
+
+class Context:
+    """A recipe under check; what cannot be read is None and is reported by one check alone."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @cached_property
+    def compiled(self) -> tuple[list[Stage], list[Fault]]:
+        """Stages whose graph could be read, and the graphs' faults."""
+        return compile_stages(self.recipe)
+
+    @property
+    def stages(self) -> list[Stage]:
+        return self.compiled[0]
+
+    @cached_property
+    def plan(self) -> Plan:
+        return make_plan(self.recipe, self.stages)
+
+    @cached_property
+    def model_folder(self) -> Path | None:
+        """The model's folder where there is one."""
+        folder = Path(self.recipe.model.path)
+        return folder if folder.is_dir() else None
+
+    @cached_property
+    def hf_config(self) -> dict[str, Any] | None:
+        """config.json with the sizes that every check needs, or None."""
+        if self.model_folder is None:
+            return None
+        try:
+            config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return config if isinstance(config, dict) and not missing_sizes(config) else None
+
+    def fault(self, key: str, what: str, fix: str) -> Fault:
+        """A fault at the line of a dotted key."""
+        return Fault(self.recipe.origin(key), what, fix)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check and the keys whose values it relies on."""
+
+    reads: tuple[str, ...]
+    find: Callable[[Context], Iterable[Fault]]
+
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_hidden_layers", "vocab_size"),
+)
+
+
+def missing_sizes(config: dict[str, Any]) -> list[str]:
+    """Sizes that are no positive integer in a config.json."""
+    return [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]

@@ -1,0 +1,85 @@
+"""Faults of the graphs, and of what an update needs under the recipe's algorithm."""
+
+from collections.abc import Iterator
+
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES
+from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.compile import Stage
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.graph import Node
+
+
+def graph_faults(context: Context) -> Iterator[Fault]:
+    """What compiling found."""
+    yield from context.compiled[1]
+
+
+def update_faults(context: Context) -> Iterator[Fault]:
+    """Inputs that a loss needs, given KL, mini-batches and delays."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            if node.call == "update":
+                yield from _missing_inputs(context, stage, node)
+
+
+def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Fault]:
+    loss = LOSSES.get(str(node.options.get("loss")))
+    if loss is None:
+        return
+    name = node.options["loss"]
+    for parameter in loss.needs:
+        if parameter not in node.inputs:
+            what = f"node '{node.name}' lacks `{parameter}`, which the loss '{name}' needs"
+            yield Fault(node.origin, what, f"add `{parameter}` to its inputs")
+    if not loss.compares_policies:
+        return
+    if (stage.off_policy or node.delay) and "old_logprobs" not in node.inputs:
+        reason = "delayed samples" if node.delay else "mini_batches * epochs > 1"
+        what = f"node '{node.name}' lacks `old_logprobs`, which {reason} need"
+        fix = "compute them before the update, or pass `{old_logprobs: rollout_logprobs}`"
+        yield Fault(node.origin, what, fix)
+    if context.recipe.algorithm.kl.coef > 0 and "ref_logprobs" not in node.inputs:
+        what = f"node '{node.name}' lacks `ref_logprobs`, which algorithm.kl.coef > 0 needs"
+        fix = "add a node that computes the reference's logprobs, or set algorithm.kl.coef to 0"
+        yield Fault(node.origin, what, fix)
+
+
+def group_faults(context: Context) -> Iterator[Fault]:
+    """Group sizes that the graph cannot work with."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            if node.function == "group_relative" and stage.samples_per_prompt == 1:
+                what = f"node '{node.name}' compares samples of a prompt, but there is one of each"
+                yield context.fault(
+                    "data.samples_per_prompt", what, "set data.samples_per_prompt to 2 or more"
+                )
+            if stage.samples_per_prompt > 1 and (field := _supervised(node)):
+                what = f"node '{node.name}' trains on '{field}', of which a prompt has one"
+                yield context.fault(
+                    "data.samples_per_prompt", what, "set data.samples_per_prompt to 1"
+                )
+
+
+def _supervised(node: Node) -> str | None:
+    field = node.inputs.get("responses")
+    is_input = field in GRAPH_INPUTS and GRAPH_INPUTS[field].type.axis is Axis.PROMPTS
+    return field if is_input and node.call == "update" else None
+
+
+def evaluation_faults(context: Context) -> Iterator[Fault]:
+    """An evaluation section without data or without nodes that use it."""
+    recipe = context.recipe
+    if recipe.evaluation is not None and recipe.data.eval is None:
+        what = "there is an evaluation section, but no data to evaluate on"
+        yield context.fault("evaluation", what, "set data.eval, or remove `evaluation`")
+
+
+GRAPH_KEYS = ("dataflow", "warm_start.dataflow", "roles")
+
+CHECKS = (
+    Check(GRAPH_KEYS, graph_faults),
+    Check((*GRAPH_KEYS, "algorithm.kl"), update_faults),
+    Check((*GRAPH_KEYS, "data.samples_per_prompt"), group_faults),
+    Check(("evaluation", "data.eval"), evaluation_faults),
+)

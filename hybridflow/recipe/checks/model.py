@@ -1,0 +1,202 @@
+"""The model's folder: config, tokenizer, weights, and whether the layouts can cut it."""
+
+import json
+import struct
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybridflow.recipe.checks.context import Check, Context, missing_sizes
+from hybridflow.recipe.faults import Fault
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+WEIGHT_TYPES = ("F32", "BF16", "F16")
+MAX_HEADER = 100 * 1024 * 1024
+INDEX = "model.safetensors.index.json"
+
+
+def folder_faults(context: Context) -> Iterator[Fault]:
+    """Files that must be in the folder."""
+    folder = context.model_folder
+    if folder is None:
+        what = f"there is no model folder {context.recipe.model.path}"
+        yield context.fault("model.path", what, "make or download the model, or mend the path")
+        return
+    yield from _config_faults(context, folder / "config.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        what = f"{folder} holds no tokenizer"
+        yield context.fault("model.path", what, f"add one of {', '.join(TOKENIZER_FILES)}")
+    yield from _weight_faults(context, folder)
+
+
+def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
+    from megatron_bridge.registry import architecture
+
+    if not path.is_file():
+        what = f"{path.parent} holds no config.json"
+        yield context.fault("model.path", what, "give a folder in HuggingFace format")
+        return
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Fault(str(path), f"not valid JSON: {error}", "restore the file")
+        return
+    if not isinstance(config, dict):
+        yield Fault(str(path), "not a JSON object", "restore the file")
+        return
+    if missing := missing_sizes(config):
+        what = f"{', '.join(missing)} must be positive integers"
+        yield Fault(str(path), what, "restore the file")
+        return
+    try:
+        table = architecture(config)
+    except ValueError as error:
+        yield context.fault("model.path", str(error), "choose a model of a known architecture")
+        return
+    yield from _tensor_faults(context, path.parent, table.tensors(config))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Files of the index, else every safetensors file."""
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _weight_faults(context: Context, folder: Path) -> Iterator[Fault]:
+    files = _weight_files(folder)
+    if not files:
+        broken = (folder / INDEX).is_file()
+        what = f"{INDEX} has no weight_map" if broken else f"{folder} holds no *.safetensors"
+        yield context.fault("model.path", what, "save the model with safe_serialization")
+    for path in files:
+        if path.parent.resolve() != folder.resolve():
+            yield Fault(str(folder / INDEX), f"'{path}' is outside the folder", "mend the index")
+        elif not path.is_file():
+            yield Fault(str(folder / INDEX), f"{path.name} is missing", "copy the whole model")
+        elif problem := read_header(path)[1]:
+            yield Fault(str(path), problem, "copy or download the file again")
+
+
+@cache
+def _cached_header(path: Path, size: int, changed: int) -> tuple[dict[str, Any], str | None]:
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            return {}, "truncated: the safetensors header is not whole"
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        types = {entry["dtype"] for entry in tensors.values()}
+        _ = [tuple(entry["shape"]) for entry in tensors.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return {}, "the safetensors header is not valid"
+    if 8 + length + end != size:
+        return tensors, f"truncated: {size} bytes where its header says {8 + length + end}"
+    if unknown := sorted(types - set(WEIGHT_TYPES)):
+        return tensors, f"weights of type {', '.join(unknown)}; known: {', '.join(WEIGHT_TYPES)}"
+    return tensors, None
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Tensors of a safetensors file by name (``dtype``, ``shape``), and what is wrong with it."""
+    stat = path.stat()
+    return _cached_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+def _tensor_faults(
+    context: Context, folder: Path, wanted: dict[str, tuple[int, ...]]
+) -> Iterator[Fault]:
+    """Tensors of the architecture that the files lack or hold in another shape."""
+    files = [path for path in _weight_files(folder) if path.is_file()]
+    headers = [read_header(path) for path in files]
+    if not files or any(problem for _, problem in headers):
+        return
+    shapes = {n: tuple(entry["shape"]) for found, _ in headers for n, entry in found.items()}
+    missing = [name for name in wanted if name not in shapes]
+    wrong = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
+    if missing:
+        what = f"{folder} lacks {len(missing)} tensors: {_some(missing)}"
+        yield context.fault("model.path", what, "copy the whole model")
+    if wrong:
+        name = wrong[0]
+        what = (
+            f"{len(wrong)} tensors do not fit config.json: {name} is {list(shapes[name])}, "
+            f"not {list(wanted[name])}"
+        )
+        yield context.fault("model.path", what, "use the config.json of these weights")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def layout_faults(context: Context) -> Iterator[Fault]:
+    """Layouts that do not divide the model's heads, layers or feed-forward size."""
+    config = context.hf_config
+    if config is None:
+        return
+    for role, layout in context.plan.layouts.items():
+        section = context.recipe.roles.reference if role == "reference" else None
+        if role == "reference" and (section is None or section.parallel is None):
+            continue  # it has the actor's layout, which is reported there
+        for problem in layout.problems(config):
+            what, _, fix = problem.partition("; ")
+            yield context.fault(f"roles.{role}.parallel", f"roles.{role}: {what}", fix)
+
+
+def server_layout_faults(context: Context) -> Iterator[Fault]:
+    """Tensor parallelism of a server against the model's heads."""
+    rollout, config = context.recipe.roles.rollout, context.hf_config
+    tp = rollout.parallel.tp
+    if rollout.engine == "local" and tp > 1:
+        what = f"the local engine runs on one device, not tp={tp}"
+        fix = "set roles.rollout.parallel.tp to 1, or use engine: sglang"
+        yield context.fault("roles.rollout.parallel.tp", what, fix)
+        return
+    if config is None:
+        return
+    heads = config["num_attention_heads"]
+    for name, size in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", config.get("num_key_value_heads") or heads),
+    ):
+        if size % tp:
+            what = f"roles.rollout: tp={tp} does not divide {name}={size}"
+            fix = f"choose tp from {[n for n in range(1, size + 1) if size % n == 0]}"
+            yield context.fault("roles.rollout.parallel.tp", what, fix)
+
+
+def length_faults(context: Context) -> Iterator[Fault]:
+    """Prompts and responses that do not fit the model's positions."""
+    config, recipe = context.hf_config, context.recipe
+    positions = (config or {}).get("max_position_embeddings")
+    prompt, response = recipe.data.max_prompt_tokens, recipe.roles.rollout.sampling.max_tokens
+    if isinstance(positions, int) and prompt + response > positions:
+        what = (
+            f"data.max_prompt_tokens {prompt} + max_tokens {response} exceed the model's "
+            f"{positions} positions"
+        )
+        yield context.fault("roles.rollout.sampling.max_tokens", what, "lower one of the two")
+
+
+PARALLEL = ("roles.actor.parallel", "roles.reference")
+
+CHECKS = (
+    Check(("model.path",), folder_faults),
+    Check(("model.path", "dataflow", "warm_start.dataflow", *PARALLEL), layout_faults),
+    Check(("model.path", "roles.rollout.parallel", "roles.rollout.engine"), server_layout_faults),
+    Check(
+        ("model.path", "data.max_prompt_tokens", "roles.rollout.sampling.max_tokens"),
+        length_faults,
+    ),
+)

@@ -1,0 +1,121 @@
+"""Rewards that can be found without importing them, SGLang's interpreter, the sync folder."""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hybridflow.recipe.catalogue import REWARDS
+from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.names import hint
+from hybridflow.recipe.schema import RewardSection
+
+SGLANG_PYTHON = ".venv-sglang/bin/python"
+
+
+def reward_faults(context: Context) -> Iterator[Fault]:
+    """Unknown reward functions, and parameters that a shipped one does not take."""
+    for role, section in context.recipe.roles.rewards().items():
+        key = f"roles.{role}.function"
+        if section.function in REWARDS:
+            yield from _parameter_faults(context, role, section)
+        elif ":" in section.function:
+            file, _, name = section.function.rpartition(":")
+            yield from _function_faults(context, key, Path(file).expanduser(), name)
+        elif "." in section.function:
+            yield from _module_faults(context, key, section.function)
+        else:
+            what = f"unknown reward '{section.function}'"
+            fix = f"{hint(section.function, REWARDS)} Your own is 'pkg.mod.fn' or 'file.py:fn'"
+            yield context.fault(key, what, fix)
+
+
+def _parameter_faults(context: Context, role: str, section: RewardSection) -> Iterator[Fault]:
+    known = REWARDS[section.function].parameters
+    key = f"roles.{role}.parameters"
+    for name, value in section.parameters.items():
+        if name not in known:
+            what = f"the reward '{section.function}' has no parameter '{name}'"
+            yield context.fault(f"{key}.{name}", what, hint(name, known))
+        elif problem := known[name].problem(value):
+            fix = f"{name}: {known[name].description}"
+            yield context.fault(f"{key}.{name}", f"`{key}.{name}` {problem}", fix)
+    for name, option in known.items():
+        if option.required and name not in section.parameters:
+            what = f"the reward '{section.function}' needs the parameter '{name}'"
+            fix = f"add `parameters: {{{name}: ...}}` ({option.description})"
+            yield context.fault(f"roles.{role}", what, fix)
+
+
+def _module_faults(context: Context, key: str, function: str) -> Iterator[Fault]:
+    """Look a module up on the path; importing it could load anything."""
+    module, _, name = function.rpartition(".")
+    search, file = sys.path, None
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, search) if search is not None else None
+        if spec is None:
+            what = f"there is no module '{module}' for the reward '{function}'"
+            fix = f"{hint(function, REWARDS)} Install the module, or give 'file.py:fn'"
+            yield context.fault(key, what, fix)
+            return
+        file = spec.origin
+        locations = spec.submodule_search_locations
+        search = list(locations) if locations is not None else None
+    if file is not None and file.endswith(".py"):
+        yield from _function_faults(context, key, Path(file), name)
+
+
+def _function_faults(context: Context, key: str, file: Path, name: str) -> Iterator[Fault]:
+    if not file.is_file():
+        yield context.fault(key, f"there is no file {file}", "mend the path of the reward")
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{file}:{line}" if line else str(file)
+        yield Fault(where, f"not valid Python: {error}", "mend the reward's file")
+        return
+    names = _top_level_names(tree)
+    if name not in names:
+        yield context.fault(key, f"{file} has no '{name}'", hint(name, names))
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for statement in ast.walk(tree):
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
+            names.add(statement.id)
+        elif isinstance(statement, ast.alias):
+            names.add(statement.asname or statement.name.partition(".")[0])
+    return names
+
+
+def server_faults(context: Context) -> Iterator[Fault]:
+    """SGLang without its interpreter."""
+    rollout = context.recipe.roles.rollout
+    python = Path(rollout.python or SGLANG_PYTHON)
+    if rollout.engine == "sglang" and not (python.is_file() and os.access(python, os.X_OK)):
+        what = f"there is no interpreter {python} to run SGLang with"
+        key = "roles.rollout.python" if rollout.python else "roles.rollout.engine"
+        yield context.fault(key, what, "run `make sglang`, or set roles.rollout.python")
+
+
+def sync_faults(context: Context) -> Iterator[Fault]:
+    """A folder for weights that cannot be written."""
+    directory = Path(context.recipe.roles.rollout.sync.directory)
+    if not (directory.is_dir() and os.access(directory, os.W_OK)):
+        what = f"{directory} is no folder that can be written, so weights cannot be published"
+        yield context.fault("roles.rollout.sync.directory", what, "make it, or choose another")
+
+
+CHECKS = (
+    Check(("roles",), reward_faults),
+    Check(("roles.rollout.engine", "roles.rollout.python"), server_faults),
+    Check(("roles.rollout.sync",), sync_faults),
+)
