@@ -1,0 +1,265 @@
+"""A decoder's forward pass over the server's fused parameters, with a preallocated KV cache.
+
+Letters: B rows, T prompt tokens, L cached tokens, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hybridflow.rollout.local.weights import empty_parameters, load_into
+from hybridflow.weight_sync.layout import geometry
+from hybridflow.weight_sync.version import read_config
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class KVCache:
+    """Keys and values of running rows: two tensors [layers, rows, tokens, G, D] that grow."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._shape = (layers, 0, 0, kv_heads, head_dim)
+        self.keys = torch.empty(self._shape, dtype=dtype)
+        self.values = torch.empty(self._shape, dtype=dtype)
+
+    def reserve(self, rows: int, tokens: int, used_rows: int) -> None:
+        """Make room for `rows` x `tokens`; the first `used_rows` rows keep what they hold."""
+        _, have_rows, have_tokens, *_ = self.keys.shape
+        if rows <= have_rows and tokens <= have_tokens:
+            return
+        rows, tokens = max(rows, have_rows), max(_round_up(tokens, 64), have_tokens)
+        shape = (self._shape[0], rows, tokens, *self._shape[3:])
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = torch.zeros(shape, dtype=old.dtype)
+            new[:, :used_rows, :have_tokens] = old[:, :used_rows]
+            setattr(self, name, new)
+
+    def fill(self, row_B: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put prefilled keys and values [layers, B, T, G, D] at the start of the rows `row_B`."""
+        tokens = keys.shape[2]
+        self.keys[:, row_B, :tokens] = keys
+        self.values[:, row_B, :tokens] = values
+
+    def move(self, source_B: torch.Tensor, target_B: torch.Tensor, tokens: int) -> None:
+        """Copy the first `tokens` tokens of rows `source_B` over rows `target_B`."""
+        for cache in (self.keys, self.values):
+            cache[:, target_B, :tokens] = cache[:, source_B, :tokens]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self.keys = self.keys.new_empty(self._shape)
+        self.values = self.values.new_empty(self._shape)
+
+
+class Decoder:
+    """Llama, Qwen2 or Qwen3 on one process. Every method runs under inference mode."""
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype) -> None:
+        self.folder = Path(folder)
+        self.raw_config = read_config(folder)
+        self.geometry = geometry(self.raw_config)
+        self.dtype = dtype
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _check_supported(hf_config)
+        self.context_length: int = hf_config.max_position_embeddings
+        self.eps: float = hf_config.rms_norm_eps
+        self.rotary = _RotaryTable(hf_config, dtype)
+        self.eos_ids = eos_ids(folder)
+        self.parameters = empty_parameters(self.raw_config, dtype)
+        self.update(folder)
+
+    def update(self, folder: str | Path) -> None:
+        """Load other weights of the same shapes in place. ValueError: nothing has changed."""
+        with torch.inference_mode():
+            load_into(self.parameters, folder, self.raw_config)
+            self._bind()
+
+    def _bind(self) -> None:
+        """Collect each layer's tensors once, so that a step looks no name up."""
+        g, p = self.geometry, self.parameters
+        self._embedding = p["model.embed_tokens.weight"]
+        head = self._embedding if g.tied else p["lm_head.weight"]
+        self._head = head[: g.vocab]
+        self._final_norm = p["model.norm.weight"]
+        self._layers = [_Layer(p, f"model.layers.{index}.", self) for index in range(g.layers)]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache of this model's shape."""
+        g = self.geometry
+        return KVCache(g.layers, g.kv_heads, g.head_dim, self.dtype)
+
+    @torch.inference_mode()
+    def prefill(self, ids_BT: torch.Tensor, lengths_B: torch.Tensor):
+        """Run right-padded prompts; causal attention keeps padding out of every real token.
+
+        Returns the logits [B, V] (float32) after each prompt's last token, and the keys and
+        values [layers, B, T, G, D], whose padded places hold values that decoding overwrites.
+        """
+        g = self.geometry
+        rows, tokens = ids_BT.shape
+        x = F.embedding(ids_BT, self._embedding)
+        cos, sin = self.rotary.rows(torch.arange(tokens))
+        shape = (g.layers, rows, tokens, g.kv_heads, g.head_dim)
+        keys, values = torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
+        for index, layer in enumerate(self._layers):
+            q, k, v = layer.qkv(x, cos[:, None], sin[:, None])
+            keys[index], values[index] = k, v
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=g.heads != g.kv_heads,
+            )
+            x = layer.finish(x, out.transpose(1, 2).reshape(rows, tokens, -1))
+        last = x[torch.arange(rows), lengths_B - 1]
+        return self._logits(last), keys, values
+
+    @torch.inference_mode()
+    def decode(
+        self, token_B: torch.Tensor, position_B: torch.Tensor, length: int, cache: KVCache
+    ) -> torch.Tensor:
+        """One token for rows 0..B-1 of the cache, at `position_B`; returns logits [B, V] float32.
+
+        `length` is the longest row's token count with this token. Equal positions need no mask.
+        """
+        g = self.geometry
+        rows = token_B.shape[0]
+        x = F.embedding(token_B, self._embedding)
+        cos, sin = self.rotary.rows(position_B)
+        cos, sin = cos[:, None], sin[:, None]
+        shortest = int(position_B.min())
+        mask = None
+        if shortest + 1 != length:
+            hidden = torch.arange(length) > position_B[:, None]
+            mask = torch.zeros(rows, 1, 1, length, dtype=self.dtype)
+            mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        row_B = torch.arange(rows)
+        for index, layer in enumerate(self._layers):
+            q, k, v = layer.qkv(x, cos, sin)
+            keys, values = cache.keys[index], cache.values[index]
+            if mask is None:
+                keys[:rows, shortest], values[:rows, shortest] = k, v
+            else:
+                keys[row_B, position_B], values[row_B, position_B] = k, v
+            out = F.scaled_dot_product_attention(
+                q.view(rows, g.kv_heads, g.heads // g.kv_heads, g.head_dim),
+                keys[:rows, :length].transpose(1, 2),
+                values[:rows, :length].transpose(1, 2),
+                attn_mask=mask,
+            )
+            x = layer.finish(x, out.reshape(rows, -1))
+        return self._logits(x)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(rms_norm(x, self._final_norm, self.eps), self._head).float()
+
+
+class _Layer:
+    """One decoder block's tensors and its two halves around attention."""
+
+    def __init__(self, p: dict[str, torch.Tensor], prefix: str, model: Decoder) -> None:
+        g = model.geometry
+        attention = prefix + "self_attn."
+        self.eps, self.heads, self.kv_heads = model.eps, g.heads, g.kv_heads
+        self.head_dim = g.head_dim
+        self.input_norm = p[prefix + "input_layernorm.weight"]
+        self.post_norm = p[prefix + "post_attention_layernorm.weight"]
+        self.qkv_weight = p[attention + "qkv_proj.weight"]
+        self.qkv_bias = p.get(attention + "qkv_proj.bias")
+        self.o_proj = p[attention + "o_proj.weight"]
+        self.gate_up = p[prefix + "mlp.gate_up_proj.weight"]
+        self.down = p[prefix + "mlp.down_proj.weight"]
+        self.qk_norm = None
+        if g.qk_norm:
+            q, k = p[attention + "q_norm.weight"], p[attention + "k_norm.weight"]
+            self.qk_norm = torch.cat([q.expand(g.heads, -1), k.expand(g.kv_heads, -1)])
+
+    def qkv(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """Rotated q [..., H, D] and k [..., G, D], and v [..., G, D]."""
+        x = rms_norm(x, self.input_norm, self.eps)
+        fused = F.linear(x, self.qkv_weight, self.qkv_bias)
+        fused = fused.view(*x.shape[:-1], -1, self.head_dim)
+        qk, v = fused.split([self.heads + self.kv_heads, self.kv_heads], dim=-2)
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, self.eps)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        q, k = qk.split([self.heads, self.kv_heads], dim=-2)
+        return q, k, v
+
+    def finish(self, x: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        """Output projection and MLP, each with its residual."""
+        x = x + F.linear(attention, self.o_proj)
+        hidden = F.linear(rms_norm(x, self.post_norm, self.eps), self.gate_up)
+        gate, up = hidden.chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, self.down)
+
+
+class _RotaryTable:
+    """cos and sin per position, [positions, D]; sin's first half is negated.
+
+    So rotating is x * cos + roll(x, D/2) * sin, without building the rotated half.
+    """
+
+    def __init__(self, hf_config, dtype: torch.dtype) -> None:
+        self._embedding = LlamaRotaryEmbedding(hf_config)
+        self._dtype = dtype
+        self._make(256)
+
+    def _make(self, positions: int) -> None:
+        x = torch.empty(1, dtype=torch.float32)
+        cos, sin = self._embedding(x, torch.arange(positions)[None])
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        self._cos, self._sin = cos[0].to(self._dtype), sin[0].to(self._dtype)
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [len(positions), D]."""
+        last = int(positions.max())
+        if last >= self._cos.shape[0]:
+            self._make(2 * (last + 1))
+        return self._cos[positions], self._sin[positions]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis, its scale computed in float32."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+    return (wide * scale).to(x.dtype) * weight
+
+
+def eos_ids(folder: str | Path) -> frozenset[int]:
+    """Ids that end a response: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _check_supported(hf_config) -> None:
+    rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    faults = []
+    if rope not in _ROPE_TYPES:
+        faults.append(f"rope type {rope!r} (known: {', '.join(_ROPE_TYPES)})")
+    if getattr(hf_config, "use_sliding_window", False):
+        faults.append("use_sliding_window")
+    if hf_config.hidden_act != "silu":
+        faults.append(f"hidden_act {hf_config.hidden_act!r} (known: silu)")
+    if faults:
+        raise ValueError(
+            "the local engine does not run " + ", ".join(faults) + ". Use engine: sglang."
+        )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
