@@ -85,14 +85,11 @@ def _gather(
 
 def _gather_over_tp(part: Tensor, match: Match) -> list[Tensor] | None:
     """The parts on tensor-parallel rank 0; None on the others."""
-    from megatron.core import parallel_state
-
     layout, here = parallel.layout(), parallel.coordinates()
     if layout.tp == 1 or match.row.cut is None:
         return [part] if here.tp == 0 else None
     parts = [torch.empty_like(part) for _ in range(layout.tp)] if here.tp == 0 else None
-    group = parallel_state.get_tensor_model_parallel_group()
-    dist.gather(part.contiguous(), parts, group=group, group_dst=0)
+    dist.gather(part.contiguous(), parts, group=parallel.tensor_group(), group_dst=0)
     return parts
 
 
@@ -105,9 +102,7 @@ def _send_to_first_stage(
     tp: int,
 ) -> list[Tensor] | None:
     """Move the parts along the pipeline from ``stage`` to rank 0, one after the other."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = parallel.pipeline_group()
     here = parallel.coordinates()
     if here.pp == stage:
         assert parts is not None

@@ -43,7 +43,7 @@ def write_stream(
             announced = (spec.name, spec.dtype, spec.shape)
             assert (name, tensor.dtype, tuple(tensor.shape)) == announced, (name, spec)
             data = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-            file.write(data.numpy())
+            file.write(memoryview(data.numpy()))  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
 

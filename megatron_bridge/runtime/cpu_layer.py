@@ -47,12 +47,24 @@ class Patch:
             return f"{self.module} cannot be imported: {error}"
         if self.needles == (_CUDA_LITERAL,):
             return None if _cuda_literals(module) else f"no {_CUDA_LITERAL} is left"
-        target = getattr(module, self.target, None) if self.target else module
+        target = _originals.get(self.name) or self._find(module)
         if target is None:
             return f"{self.module}.{self.target} does not exist"
         source = inspect.getsource(target)
         missing = [needle for needle in self.needles if needle not in source]
         return f"the source no longer has {missing}" if missing else None
+
+    def _find(self, module: ModuleType) -> Any:
+        return getattr(module, self.target, None) if self.target else module
+
+    def install(self) -> None:
+        """Apply it; what it replaces is kept, so that ``problem`` goes on to look at that."""
+        module = importlib.import_module(self.module)
+        _originals[self.name] = self._find(module)
+        self.apply(module)
+
+
+_originals: dict[str, Any] = {}
 
 
 def _cuda_literals(module: ModuleType) -> list[int]:
@@ -255,7 +267,7 @@ def install() -> None:
     _replace_torch_cuda()
     _replace_tensor_methods()
     for patch in PATCHES:
-        patch.apply(importlib.import_module(patch.module))
+        patch.install()
     _installed = True
 
 

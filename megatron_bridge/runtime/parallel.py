@@ -1,5 +1,7 @@
 """Megatron's process groups for one ParallelLayout, and this process's place in it."""
 
+from typing import Any
+
 import torch.distributed as dist
 
 from megatron_bridge.layout import Coordinates, ParallelLayout
@@ -67,3 +69,22 @@ def layout() -> ParallelLayout:
 def coordinates() -> Coordinates:
     """This process's tensor, data and pipeline parallel ranks."""
     return layout().coordinates(dist.get_rank())
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that hold the parts of the same tensors."""
+    from megatron.core import parallel_state
+
+    return _one_group(parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks of the same tensor and data parallel place, over all stages."""
+    from megatron.core import parallel_state
+
+    return _one_group(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _one_group(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), group
+    return group

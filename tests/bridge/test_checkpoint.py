@@ -1,0 +1,177 @@
+"""Loading what is damaged, foreign or hostile; saving what transformers loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_bridge import live
+from megatron_bridge.layout import ParallelLayout
+from megatron_bridge.runtime import parallel
+from tests.bridge import tiny
+from tests.ranks import run_ranks
+
+_ONE = ParallelLayout()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny.save(tiny.model("qwen3"), tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def folder(source, tmp_path) -> Path:
+    """A copy to spoil."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    return tmp_path
+
+
+def _load_error(folder: Path) -> str:
+    parallel.initialize(_ONE)
+    config = live.load_hf_config(folder)
+    model = live.build_model(config, _ONE, dtype=torch.float32)
+    with pytest.raises(ValueError) as error:
+        live.load_weights(model, folder)
+    return str(error.value)
+
+
+def _error(folder: Path) -> str:
+    return run_ranks(_load_error, 1, folder)[0]
+
+
+def _spoil(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_unknown_and_misshaped_tensors_are_told_at_once(folder):
+    def change(tensors):
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+        tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.9.self_attn.q_norm.weight"] = torch.zeros(16)
+        tensors["model.norm.weight"] = torch.zeros(40)
+
+    _spoil(folder, change)
+    text = _error(folder)
+    assert "'model.layers.2.mlp.up_proj.weight' is missing" in text
+    assert "no mapping covers the HuggingFace tensor 'model.layers.1.self_attn.q_proj.bias'" in text
+    assert "'model.layers.9.self_attn.q_norm.weight' is of a layer" in text
+    assert "'model.norm.weight' has shape (40,), config.json asks for (48,)" in text
+
+
+@pytest.mark.parametrize(
+    "where", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", ".."]
+)
+def test_an_index_cannot_leave_its_folder(folder, where):
+    index = {"weight_map": {"model.norm.weight": where}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "which is not a file of" in _error(folder)
+
+
+def test_an_index_that_lies_is_refused(folder):
+    index = {"weight_map": {"model.norm.wight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "files that lack them: model.norm.wight" in _error(folder)
+
+
+def test_a_truncated_file_is_named(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} is damaged or incomplete" in _error(folder)
+
+
+def test_pickled_weights_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "safetensors format only" in _error(folder)
+
+
+def test_a_folder_without_config_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        live.load_hf_config(tmp_path)
+
+
+def _refused_layouts() -> list[str]:
+    parallel.initialize(ParallelLayout(tp=2))
+    config = tiny.config("qwen3", num_key_value_heads=1).to_dict()
+    texts = []
+    for layout in (ParallelLayout(tp=2), ParallelLayout(dp=2)):
+        with pytest.raises(ValueError) as error:
+            live.build_model(config, layout, dtype=torch.float32)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_tensor_parallelism_above_the_kv_heads_is_refused():
+    cut, other = run_ranks(_refused_layouts, 2)[0]
+    assert "tp=2 does not divide num_key_value_heads=1" in cut
+    assert "is not the ParallelLayout(tp=2" in other
+
+
+def _wrong_world() -> None:
+    parallel.initialize(ParallelLayout(tp=2))
+
+
+def test_a_layout_must_fill_the_process_group():
+    with pytest.raises(AssertionError, match="needs 2 ranks, the process group has 1"):
+        run_ranks(_wrong_world, 1)
+
+
+def _save(source: Path, target: Path, layout: ParallelLayout, dtype: torch.dtype) -> None:
+    parallel.initialize(layout)
+    model = live.build_model(live.load_hf_config(source), layout, dtype=dtype)
+    live.load_weights(model, source)
+    live.save_pretrained(model, source, target, shard_bytes=40_000)
+    assert target.is_dir()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_folder_is_one_that_transformers_loads(source, tmp_path, dtype):
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "stale.safetensors").write_bytes(b"")
+    run_ranks(_save, 4, source, target, ParallelLayout(tp=2, pp=2), dtype)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(target)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    assert saved.dtype == dtype
+    for (name, one), other in zip(saved.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
+    names = {path.name for path in target.iterdir()}
+    assert "tokenizer_config.json" in names
+    assert not names & {"modeling_own.py", "stale.safetensors"}
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def _reload(source: Path, layout: ParallelLayout) -> bool:
+    """A sharded folder, loaded and exported again at another layout."""
+    parallel.initialize(layout)
+    config = live.load_hf_config(source)
+    model = live.build_model(config, layout, dtype=torch.float32)
+    live.load_weights(model, source)
+    exported = dict(live.export_weights(model, config))
+    wanted = {n: t for f in source.glob("*.safetensors") for n, t in load_file(f).items()}
+    if dist.get_rank() != 0:
+        return not exported
+    return exported.keys() == wanted.keys() and all(
+        torch.equal(exported[name], wanted[name]) for name in wanted
+    )
+
+
+def test_sharded_folders_load_at_other_layouts(tmp_path):
+    folder = tiny.save(tiny.model("llama", vocab_size=6), tmp_path, max_shard_size="40KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert all(run_ranks(_reload, 4, folder, ParallelLayout(pp=4)))
+
+
+def test_a_rank_may_hold_nothing_but_padding_of_the_vocabulary(tmp_path):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 5}
+    folder = tiny.save(tiny.model("llama", **sizes), tmp_path)
+    assert all(run_ranks(_reload, 4, folder, ParallelLayout(tp=4)))
