@@ -8,7 +8,8 @@ from hybridflow.recipe.activate import activate, activation_faults, read_dataflo
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.graph_check import type_faults
-from hybridflow.recipe.schema import OptimizerSection, Recipe
+from hybridflow.recipe.schema import Recipe
+from hybridflow.recipe.section import OptimizerSection
 from hybridflow.recipe.source import KeyPath
 from megatron_bridge.layout import ParallelLayout
 
@@ -260,4 +261,4 @@ def _host(recipe: Recipe, role: str, needs: Mapping[str, int]) -> str:
     sections = {"reference": recipe.roles.reference, "rollout": recipe.roles.rollout}
     section = sections.get(role)
     host = section.colocate if section is not None else None
-    return host if host in needs else role
+    return host if host is not None and host in needs else role

@@ -14,7 +14,9 @@ from pydantic_core import ErrorDetails
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.ranges import Wrong
-from hybridflow.recipe.schema import Recipe, RewardSection, RolesSection, Section
+from hybridflow.recipe.schema import Recipe
+from hybridflow.recipe.schema_roles import RewardSection, RolesSection
+from hybridflow.recipe.section import Section
 from hybridflow.recipe.source import (
     COMMAND_LINE,
     KeyPath,

@@ -23,12 +23,16 @@ CHECKS: tuple[Check, ...] = (
 
 
 def check(recipe: Recipe, untrusted: frozenset[KeyPath] = frozenset()) -> list[Fault]:
-    """Every fault of a recipe, sorted by place; checks that read an ``untrusted`` key are left out."""
-    context = Context(recipe)
+    """Every fault of a recipe, sorted by place.
+
+    Args:
+        untrusted: keys that do not hold the user's value; checks that read one are left out.
+    """
+    context = Context(recipe, untrusted)
     faults = [
         fault
         for check in CHECKS
-        if not any(_touches(key, bad) for key in check.reads for bad in untrusted)
+        if all(context.trusts(key) for key in check.reads)
         for fault in check.find(context)
     ]
     return sorted(dict.fromkeys(faults), key=_place)
@@ -43,13 +47,6 @@ def check_file(
         return None, draft.faults
     found = check(draft.recipe, frozenset(draft.untrusted))
     return draft.recipe, sorted([*draft.faults, *found], key=_place)
-
-
-def _touches(key: str, bad: KeyPath) -> bool:
-    """Whether one of the two keys holds the other."""
-    path = tuple(key.split("."))
-    shared = min(len(path), len(bad))
-    return path[:shared] == bad[:shared]
 
 
 def _place(fault: Fault) -> tuple[str, int]:

@@ -10,13 +10,23 @@ from typing import Any
 from hybridflow.recipe.compile import Plan, Stage, compile_stages, make_plan
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.schema import Recipe
+from hybridflow.recipe.source import KeyPath
 
 
 class Context:
     """A recipe under check; what cannot be read is None and is reported by one check alone."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, untrusted: frozenset[KeyPath] = frozenset()) -> None:
         self.recipe = recipe
+        self._untrusted = untrusted
+
+    def trusts(self, key: str) -> bool:
+        """Whether all that a dotted key holds is the user's; ``roles.*``: the roles' names."""
+        if key.endswith(".*"):
+            parent = tuple(key.split(".")[:-1])
+            return not any(bad[:-1] == parent for bad in self._untrusted)
+        path = tuple(key.split("."))
+        return not any(_overlap(path, bad) for bad in self._untrusted)
 
     @cached_property
     def compiled(self) -> tuple[list[Stage], list[Fault]]:
@@ -51,6 +61,12 @@ class Context:
     def fault(self, key: str, what: str, fix: str) -> Fault:
         """A fault at the line of a dotted key."""
         return Fault(self.recipe.origin(key), what, fix)
+
+
+def _overlap(path: KeyPath, other: KeyPath) -> bool:
+    """Whether one of the two keys holds the other."""
+    shared = min(len(path), len(other))
+    return path[:shared] == other[:shared]
 
 
 @dataclass(frozen=True)

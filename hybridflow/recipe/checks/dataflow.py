@@ -75,11 +75,14 @@ def evaluation_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("evaluation", what, "set data.eval, or remove `evaluation`")
 
 
-GRAPH_KEYS = ("dataflow", "warm_start.dataflow", "roles")
+GRAPH_KEYS = (
+    *("dataflow", "warm_start.dataflow", "roles.*", "algorithm.kl"),
+    *("roles.actor.mini_batches", "roles.actor.epochs"),
+)
 
 CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
-    Check((*GRAPH_KEYS, "algorithm.kl"), update_faults),
+    Check(GRAPH_KEYS, update_faults),
     Check((*GRAPH_KEYS, "data.samples_per_prompt"), group_faults),
     Check(("evaluation", "data.eval"), evaluation_faults),
 )

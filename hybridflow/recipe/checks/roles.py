@@ -11,7 +11,7 @@ from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.names import hint
-from hybridflow.recipe.schema import RewardSection
+from hybridflow.recipe.schema_roles import RewardSection
 
 SGLANG_PYTHON = ".venv-sglang/bin/python"
 
@@ -19,6 +19,8 @@ SGLANG_PYTHON = ".venv-sglang/bin/python"
 def reward_faults(context: Context) -> Iterator[Fault]:
     """Unknown reward functions, and parameters that a shipped one does not take."""
     for role, section in context.recipe.roles.rewards().items():
+        if not context.trusts(f"roles.{role}"):
+            continue
         key = f"roles.{role}.function"
         if section.function in REWARDS:
             yield from _parameter_faults(context, role, section)
@@ -115,7 +117,7 @@ def sync_faults(context: Context) -> Iterator[Fault]:
 
 
 CHECKS = (
-    Check(("roles",), reward_faults),
+    Check((), reward_faults),
     Check(("roles.rollout.engine", "roles.rollout.python"), server_faults),
     Check(("roles.rollout.sync",), sync_faults),
 )

@@ -91,7 +91,10 @@ def device_faults(context: Context) -> Iterator[Fault]:
     for pool in plan.pools.values():
         host = plan.layouts.get(pool.name)
         if host is not None and pool.devices > host.world:
-            what = f"roles colocated with '{pool.name}' need {pool.devices} devices, it has {host.world}"
+            what = (
+                f"roles colocated with '{pool.name}' need {pool.devices} devices, but it has "
+                f"{host.world}"
+            )
             yield context.fault(f"roles.{pool.name}.parallel", what, "make them no larger")
 
 

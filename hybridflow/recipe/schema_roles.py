@@ -1,0 +1,141 @@
+"""The recipe's roles: who trains, who samples, who scores."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from hybridflow.recipe.catalogue import RoleKind
+from hybridflow.recipe.ranges import Count, FunctionPath, Positive, Text, TopK
+from hybridflow.recipe.section import OptimizerSection, Section
+from megatron_bridge.layout import ParallelLayout
+
+
+class ParallelSection(Section):
+    """How a Megatron model is cut over devices."""
+
+    tp: Count = Field(default=1, description="tensor parallel size")
+    pp: Count = Field(default=1, description="pipeline parallel size")
+    dp: Count = Field(default=1, description="data parallel size")
+
+    def layout(self) -> ParallelLayout:
+        """The same as the layout object of the engine."""
+        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp)
+
+
+class ActorSection(Section):
+    """The model that is trained."""
+
+    parallel: ParallelSection = Field(default=ParallelSection(), description="how it is cut")
+    optimizer: OptimizerSection = Field(
+        examples=[{"lr": 1e-6}], description="optimizer of the main stage"
+    )
+    micro_batch_tokens: Count = Field(
+        default=8192, description="most tokens of one packed forward pass"
+    )
+    mini_batches: Count = Field(
+        default=1, description="optimizer steps in one pass over a step's samples"
+    )
+    epochs: Count = Field(default=1, description="passes over a step's samples")
+
+
+class ReferenceSection(Section):
+    """The frozen model that the KL term compares with."""
+
+    parallel: ParallelSection | None = Field(
+        default=None, description="how it is cut; null: as the actor"
+    )
+    micro_batch_tokens: Count = Field(
+        default=8192, description="most tokens of one packed forward pass"
+    )
+    colocate: Literal["actor"] | None = Field(default=None, description="share the actor's devices")
+
+
+class RolloutParallelSection(Section):
+    """Servers and the devices of each."""
+
+    tp: Count = Field(default=1, description="devices of one server")
+    dp: Count = Field(default=1, description="number of servers")
+
+
+class SamplingSection(Section):
+    """How responses are drawn in training."""
+
+    temperature: Positive = Field(default=1.0, description="divides the logits")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="smallest mass of tokens to draw from"
+    )
+    top_k: TopK = Field(default=-1, description="most tokens to draw from; -1: all")
+    max_tokens: Count = Field(examples=[1], description="most tokens of a response")
+
+
+class SyncSection(Section):
+    """How weights reach the servers."""
+
+    directory: Text = Field(
+        default="/dev/shm", description="folder that trainer and servers both see"
+    )
+
+
+class RolloutSection(Section):
+    """The servers that sample responses."""
+
+    engine: Literal["local", "sglang"] = Field(
+        default="local", description="our own small engine, or the SGLang server"
+    )
+    parallel: RolloutParallelSection = Field(
+        default=RolloutParallelSection(), description="servers"
+    )
+    sampling: SamplingSection = Field(examples=[{"max_tokens": 1}], description="sampling")
+    threads: Count = Field(default=1, description="CPU threads of each server")
+    max_running_requests: Count | None = Field(
+        default=None, description="most samples that a server decodes at once; null: its own choice"
+    )
+    start_timeout_seconds: Positive = Field(
+        default=180.0, description="deadline of a server's start"
+    )
+    request_timeout_seconds: Positive = Field(default=600.0, description="deadline of a request")
+    colocate: Literal["actor"] | None = Field(default=None, description="share the actor's devices")
+    python: Text | None = Field(
+        default=None,
+        description="interpreter of SGLang's environment; null: .venv-sglang/bin/python",
+    )
+    sync: SyncSection = Field(default=SyncSection(), description="weight sync")
+
+
+class RewardSection(Section):
+    """A rule that scores responses; any role with the key `function` is one."""
+
+    function: FunctionPath = Field(
+        examples=["exact_match"], description="a reward's name, `pkg.mod.fn` or `file.py:fn`"
+    )
+    parameters: dict[str, Any] = Field(default={}, description="keyword arguments of the function")
+    workers: Count = Field(default=1, description="processes that score")
+    timeout_seconds: Positive = Field(default=60.0, description="deadline of one batch's scoring")
+
+
+class RolesSection(Section):
+    """Who takes part; further names are reward roles."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, RewardSection] = Field(init=False)  # pyright: ignore
+
+    actor: ActorSection = Field(
+        examples=[{"optimizer": {"lr": 1e-6}}], description="the trained model"
+    )
+    reference: ReferenceSection | None = Field(default=None, description="the frozen model, for KL")
+    rollout: RolloutSection = Field(
+        examples=[{"sampling": {"max_tokens": 1}}], description="the servers"
+    )
+    reward: RewardSection | None = Field(default=None, description="the rule that scores")
+
+    def rewards(self) -> dict[str, RewardSection]:
+        """Every reward role by name."""
+        own = {} if self.reward is None else {"reward": self.reward}
+        return {**own, **(self.__pydantic_extra__ or {})}
+
+    def kinds(self) -> dict[str, RoleKind]:
+        """Every role of the recipe and its kind."""
+        models: dict[str, RoleKind] = {"actor": "model", "rollout": "rollout"}
+        if self.reference is not None:
+            models["reference"] = "model"
+        return {**models, **dict.fromkeys(self.rewards(), "reward")}
