@@ -1,0 +1,157 @@
+"""From a plan to a finished run: data, session, team, trainer, and an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hybridflow.cluster import Session
+from hybridflow.data import PromptDataset, PromptRow, PromptStream, load_dataset
+from hybridflow.dataflow.feed import Feed
+from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
+from hybridflow.dataflow.runner import ConcurrentRunner, Runner
+from hybridflow.dataflow.team import Team
+from hybridflow.dataflow.trainer import Records, Trainer
+from hybridflow.monitor import Console, RunWriter
+from hybridflow.monitor.report import write_report
+from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.load import resolved_yaml
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends the run as Ctrl-C does, with another exit code."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to run, beside what the recipe says."""
+
+    resume: bool = False
+    live: bool | None = None
+
+
+def train(
+    plan: Plan, session: Session, options: LaunchOptions, runner: Runner | None = None
+) -> Path:
+    """Run the plan in ``session``; returns the run's folder.
+
+    The session is closed here, whatever happens; the report is written even when the run fails.
+    """
+    with ExitStack() as stack:
+        stack.callback(session.close)
+        stack.enter_context(_terminate_as_interrupt())
+        tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
+        feeds = _feeds(plan, tokenizer)
+        folder, resume = _open_folder(plan, options)
+        records = stack.enter_context(_records(plan, folder, resume, options))
+        records.event("start", f"{plan.recipe.name} in {folder.path}")
+        with _ending(folder, records):
+            team = Team(plan, session, plan.stages[0])
+            stack.callback(team.close)
+            runner = runner or _concurrent(stack)
+
+            def decode(rows: list[list[int]]) -> list[str]:
+                return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+            Trainer(plan, team, feeds, folder, records, runner, decode).run(resume)
+        return folder.path
+
+
+def _concurrent(stack: ExitStack) -> ConcurrentRunner:
+    runner = ConcurrentRunner()
+    stack.callback(runner.close)
+    return runner
+
+
+def _feeds(plan: Plan, tokenizer: Any) -> dict[str, Feed]:
+    """A feed for each stage; a file that two stages read is tokenised once."""
+    loaded: dict[str, PromptDataset] = {}
+
+    def dataset(path: str) -> PromptDataset:
+        if path not in loaded:
+            loaded[path] = load_dataset(plan.recipe.data, tokenizer, path)
+        return loaded[path]
+
+    return {stage.name: _feed(plan, stage, dataset(stage.data), dataset) for stage in plan.stages}
+
+
+def _feed(plan: Plan, stage: Stage, training: PromptDataset, dataset: Any) -> Feed:
+    recipe = plan.recipe
+    stream = PromptStream(training, recipe.seed, recipe.data.shuffle)
+    rows: list[PromptRow] = []
+    if recipe.evaluation is not None and recipe.data.eval is not None:
+        held_out = dataset(recipe.data.eval)
+        count = min(recipe.evaluation.prompts or len(held_out), len(held_out))
+        rows = [held_out.row(i) for i in range(count)]
+    return Feed(stream, stage.prompts_per_step, rows)
+
+
+def _open_folder(plan: Plan, options: LaunchOptions) -> tuple[RunFolder, Checkpoint | None]:
+    path = Path(plan.recipe.folder)
+    if not options.resume:
+        return RunFolder.create(path, resolved_yaml(plan.recipe)), None
+    folder = RunFolder(path)
+    found = folder.checkpoints()
+    if not found:
+        raise ValueError(
+            f"--resume: {folder.checkpoints_path} holds no whole checkpoint; start without "
+            "--resume, or name the run's folder with output=DIR"
+        )
+    folder.check_same_recipe(resolved_yaml(plan.recipe))
+    folder.remove_partial()
+    return folder, found[-1]
+
+
+@contextmanager
+def _records(
+    plan: Plan, folder: RunFolder, resume: Checkpoint | None, options: LaunchOptions
+) -> Iterator[Records]:
+    stages = {stage.name: stage.steps for stage in plan.stages}
+    place: dict[str, Any] = {}
+    if resume is not None:
+        stage = plan.stages[resume.progress.stage_index].name
+        place = {"resume_step": resume.progress.step, "resume_stage": stage}
+    with (
+        RunWriter(folder.path, **place) as writer,
+        Console(plan.recipe.name, stages, live=options.live) as console,
+    ):
+        yield Records(writer, console)
+
+
+@contextmanager
+def _ending(folder: RunFolder, records: Records) -> Iterator[None]:
+    """Record how the run ended, and write its report however it did."""
+    try:
+        yield
+    except BaseException as cause:
+        records.writer.event("error", f"{type(cause).__name__}: {cause}")
+        if (folder.path / "metrics.jsonl").stat().st_size:
+            write_report(folder.path)
+        raise
+    records.writer.event("finish", "every stage ended")
+    records.event("report", str(write_report(folder.path)))
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises ``Terminated`` in the main thread, so that every clean-up runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(f"signal {signal.Signals(signum).name}")
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

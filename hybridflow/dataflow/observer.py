@@ -1,0 +1,141 @@
+"""From what the nodes of a step returned to its metrics and rollouts.
+
+Nodes are found by what they call, never by their names or those of their fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hybridflow.batch import Batch, Ragged
+from hybridflow.dataflow.steps import StepOutcome
+from hybridflow.recipe.graph import Graph, Node
+from hybridflow.weight_sync import PublishReport
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+class Observer:
+    """Reads the step outcomes of one stage.
+
+    ``decode`` turns rows of token ids into texts.
+    """
+
+    def __init__(self, graph: Graph, kinds: Mapping[str, str], decode: Decode) -> None:
+        self._decode = decode
+        evaluated = _reached_from(graph, "eval_")
+        self._evaluated = evaluated
+        self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
+        self._scoring = [n for n in graph.nodes if _is(n, kinds, "reward", "score")]
+        self._updating = [n for n in graph.nodes if _is(n, kinds, "model", "update")]
+        self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
+        self._training_scores = [n for n in self._scoring if n.name not in evaluated]
+        self._main_reward = _main_reward(graph, self._training_scores)
+
+    def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
+        """Every scalar of the step, by ``group/name``."""
+        found = self._rewards(outcome)
+        for node in self._ran(self._generating, outcome):
+            found |= self._lengths(node, outcome.results[node.name])
+        for node in self._ran(self._updating, outcome):
+            measured = outcome.results[node.name]["metrics"]
+            found |= {f"update/{name}": value for name, value in measured.items()}
+        for node in self._ran(self._publishing, outcome):
+            found["weights/version"] = float(outcome.results[node.name]["weight_version"])
+            if published is not None:
+                found["publish/bytes"] = float(published.bytes)
+                found["publish/seconds"] = outcome.timings.seconds[node.name]
+        return found
+
+    def rollouts(self, outcome: StepOutcome) -> Iterator[dict[str, Any]]:
+        """Every sampled response of the step, as rows for ``rollouts.jsonl``."""
+        for node in self._ran(self._generating, outcome):
+            yield from self._rows(node, outcome)
+
+    def _ran(self, nodes: list[Node], outcome: StepOutcome) -> list[Node]:
+        return [node for node in nodes if node.name in outcome.results]
+
+    def _rewards(self, outcome: StepOutcome) -> dict[str, float]:
+        found = {}
+        several = len(self._training_scores) > 1
+        for node in self._ran(self._scoring, outcome):
+            mean = outcome.results[node.name]["rewards"].mean().item()
+            if node.name in self._evaluated:
+                found["eval/reward"] = mean
+            elif several:
+                found[f"reward/{node.outputs['rewards']}/mean"] = mean
+        if self._main_reward in outcome.fields:
+            rewards_S = outcome.fields[self._main_reward].data
+            found["reward/mean"] = rewards_S.mean().item()
+            found["reward/std"] = rewards_S.std(unbiased=False).item()
+            found["reward/max"] = rewards_S.max().item()
+        return found
+
+    def _lengths(self, node: Node, result: Batch) -> dict[str, float]:
+        prefix = "eval/length" if node.name in self._evaluated else "length"
+        lengths_S = result["responses"].lengths.float()
+        return {
+            f"{prefix}/mean": lengths_S.mean().item(),
+            f"{prefix}/max": lengths_S.max().item(),
+            f"{prefix}/truncated": 1 - result["finished"].float().mean().item(),
+        }
+
+    def _rows(self, node: Node, outcome: StepOutcome) -> Iterator[dict[str, Any]]:
+        result, groups = outcome.results[node.name], outcome.results[node.name].samples_per_prompt
+        lengths = result["responses"].lengths.tolist()
+        finished, versions = result["finished"].tolist(), result["versions"].tolist()
+        texts = self._texts(result["responses"])
+        prompts = self._texts(outcome.fields[node.inputs["prompts"]].data)
+        rewards, answers = self._scores(node, outcome)
+        for sample, text in enumerate(texts):
+            scored = {name: values[sample] for name, values in rewards.items()}
+            yield {
+                "prompt": prompts[sample // groups],
+                "response": text,
+                "reward": next(iter(scored.values()), None),
+                **({"rewards": scored} if len(scored) > 1 else {}),
+                "length": lengths[sample],
+                "finished": finished[sample],
+                "version": versions[sample],
+                "answer": answers[sample // groups] if answers else None,
+                "evaluation": node.name in self._evaluated,
+            }
+
+    def _texts(self, rows: Ragged) -> list[str]:
+        return self._decode([row.tolist() for row in rows.rows()])
+
+    def _scores(
+        self, generating: Node, outcome: StepOutcome
+    ) -> tuple[dict[str, list[float]], list[Any]]:
+        """Rewards of a node's responses by field, and the answers they were scored against."""
+        responses = generating.outputs.get("responses")
+        rewards, answers = {}, []
+        for node in self._ran(self._scoring, outcome):
+            if node.inputs["responses"] == responses:
+                rewards[node.outputs["rewards"]] = outcome.results[node.name]["rewards"].tolist()
+                rows = outcome.fields[node.inputs["answers"]].data
+                answers = [row["answer"] for row in rows]
+        return rewards, answers
+
+
+def _is(node: Node, kinds: Mapping[str, str], kind: str, call: str) -> bool:
+    return node.role is not None and kinds[node.role] == kind and node.call == call
+
+
+def _main_reward(graph: Graph, scoring: list[Node]) -> str:
+    """The field that advantages come from, else the first reward that the graph lists."""
+    taken = [n.inputs["rewards"] for n in graph.nodes if n.function and "rewards" in n.inputs]
+    scored = [node.outputs["rewards"] for node in scoring if "rewards" in node.outputs]
+    return next(iter([*taken, *scored]), "")
+
+
+def _reached_from(graph: Graph, prefix: str) -> frozenset[str]:
+    """Nodes that read, directly or not, an input whose name begins with ``prefix``."""
+    fields = {name for name in graph.inputs if name.startswith(prefix)}
+    reached: set[str] = set()
+    for node in graph.order:
+        if fields & set(node.inputs.values()):
+            reached.add(node.name)
+            fields |= set(node.outputs.values())
+    return frozenset(reached)

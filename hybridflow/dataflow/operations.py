@@ -1,0 +1,122 @@
+"""What each node of a graph does: a call on a role's group, or a function here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from hybridflow.algorithms import FUNCTIONS, FunctionContext
+from hybridflow.batch import Batch
+from hybridflow.dataflow.steps import Operation, StepContext
+from hybridflow.dataflow.team import Team
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue import signature
+from hybridflow.recipe.compile import Stage
+from hybridflow.recipe.graph import Node
+from hybridflow.recipe.schema import Recipe
+from hybridflow.workers.model import ModelWorker
+from hybridflow.workers.reward import RewardWorker
+
+
+class CheckpointWriter(Protocol):
+    """Saves the run after a step; returns the checkpoint's folder."""
+
+    def __call__(self, context: StepContext) -> str: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What operations act on."""
+
+    recipe: Recipe
+    stage: Stage
+    team: Team
+    save: CheckpointWriter
+
+
+def operations(around: Surroundings) -> dict[str, Operation]:
+    """An operation for each node of the stage's graph."""
+    return {node.name: _operation(node, around) for node in around.stage.graph.nodes}
+
+
+def _operation(node: Node, around: Surroundings) -> Operation:
+    if node.function is not None:
+        return partial(_call_function, node, around)
+    kind = around.team.kinds[str(node.role)]
+    return partial(CALLS[kind, str(node.call)], node, around)
+
+
+def _call_function(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    known = signature(None, node.function)
+    assert known is not None, f"unknown function in a checked graph: {node.function}"
+    algorithm = around.recipe.algorithm
+    told = FunctionContext(
+        step=context.step - 1,
+        seed=around.recipe.seed,
+        normalize_by_std=algorithm.normalize_by_std,
+        prompts_per_step=around.stage.prompts_per_step,
+        previous=context.previous,
+    )
+    data = FUNCTIONS[str(node.function)](batch, told, **node.options)
+    axes = {name: known.outputs[name].axis for name in data}
+    prompts = next((len(data[n]) for n, a in axes.items() if a is Axis.PROMPTS), batch.prompts)
+    return Batch(data, axes, prompts, batch.samples_per_prompt)
+
+
+def _generate(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    recipe = around.recipe
+    evaluating = node.options.get("sampling") == "evaluation"
+    if evaluating:
+        assert recipe.evaluation is not None, "evaluation nodes are off without the section"
+        samples = recipe.evaluation.samples_per_prompt
+        temperature = recipe.evaluation.temperature
+    else:
+        samples = around.stage.samples_per_prompt
+        temperature = recipe.roles.rollout.sampling.temperature
+    seed = (
+        recipe.seed * 7_919 + context.global_step * 104_729 + context.round * 15_485_863
+    ) % 2**31
+    sampling = around.team.sampling(temperature, seed)
+    return around.team.rollout.generate(batch, samples, sampling)
+
+
+def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    return around.team.groups[str(node.role)].run(RewardWorker.score, batch)
+
+
+def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    temperature = around.recipe.roles.rollout.sampling.temperature
+    return around.team.groups[str(node.role)].run(ModelWorker.logprobs, batch, temperature)
+
+
+def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    if batch.axes["responses"] is Axis.PROMPTS:  # targets of the data: one response a prompt
+        batch = batch.with_field("responses", Axis.TOKENS, batch["responses"])
+    loss = around.team.loss(around.stage, node.options["loss"])
+    metrics = around.team.groups[str(node.role)].run(ModelWorker.update, batch, loss)
+    return _of_run("metrics", metrics)
+
+
+def _publish(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    version = around.team.publish()
+    return _of_run("weight_version", version)
+
+
+def _save(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    return _of_run("checkpoint", around.save(context))
+
+
+def _of_run(name: str, data: Any) -> Batch:
+    return Batch({name: data}, {name: Axis.RUN})
+
+
+CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
+    ("rollout", "generate"): _generate,
+    ("reward", "score"): _score,
+    ("model", "logprobs"): _logprobs,
+    ("model", "update"): _update,
+    ("model", "publish"): _publish,
+    ("model", "save"): _save,
+}

@@ -1,0 +1,121 @@
+"""The run's folder: the resolved recipe, checkpoints and where to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+STATE_FILE = "state.json"
+RECIPE_FILE = "recipe.yaml"
+MAY_CHANGE = frozenset({"steps", "output", "evaluation", "checkpoint", "export"})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step; all that resuming needs beside the engine's state."""
+
+    stage_index: int
+    step: int
+    global_step: int
+    stream_position: int
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: engine state under ``folder``, progress beside it."""
+
+    folder: Path
+    progress: Progress
+
+
+class RunFolder:
+    """``recipe.yaml``, ``checkpoints/``, ``export/`` and what the monitor writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints_path = path / "checkpoints"
+        self.export_path = path / "export"
+
+    @classmethod
+    def create(cls, path: Path, resolved_recipe: str) -> RunFolder:
+        """A fresh folder; an earlier run of the same name is kept as ``<name>.1``, ``.2``, …"""
+        if path.exists() and any(path.iterdir()):
+            path.rename(_free_name(path))
+        path.mkdir(parents=True, exist_ok=True)
+        write_aside(path / RECIPE_FILE, resolved_recipe)
+        return cls(path)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Whole checkpoints, oldest first; half-written ones have no state file."""
+        found = []
+        for state in self.checkpoints_path.glob(f"*/{STATE_FILE}"):
+            if not state.parent.name.endswith(".partial"):
+                progress = Progress(**json.loads(state.read_text()))
+                found.append(Checkpoint(state.parent, progress))
+        return sorted(found, key=lambda checkpoint: checkpoint.progress.global_step)
+
+    def begin_checkpoint(self, progress: Progress) -> Path:
+        """The folder that the engine writes into; ``finish_checkpoint`` makes it count."""
+        partial = self.checkpoints_path / f"step-{progress.global_step:06d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish_checkpoint(self, partial: Path, progress: Progress, keep: int) -> Path:
+        """State file last, then the rename; then all but the ``keep`` newest go."""
+        write_aside(partial / STATE_FILE, json.dumps(asdict(progress), indent=2))
+        final = partial.with_suffix("")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old.folder)
+        return final
+
+    def check_same_recipe(self, resolved_recipe: str) -> None:
+        """ValueError when the run to resume was another one.
+
+        What may change between the two: how long it runs, and what it evaluates and keeps.
+        """
+        before, now = (
+            yaml.safe_load(text)
+            for text in ((self.path / RECIPE_FILE).read_text(), resolved_recipe)
+        )
+        changed = [
+            key
+            for key in sorted(before.keys() | now.keys())
+            if key not in MAY_CHANGE and before.get(key) != now.get(key)
+        ]
+        if changed:
+            raise ValueError(
+                f"--resume: the recipe differs from {self.path / RECIPE_FILE} in "
+                f"{', '.join(changed)}; put these back, or start a new run with another output"
+            )
+        write_aside(self.path / RECIPE_FILE, resolved_recipe)
+
+    def remove_partial(self) -> None:
+        """Clear what an ended run left half-written."""
+        for partial in self.checkpoints_path.glob("*.partial"):
+            shutil.rmtree(partial)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file so that it is whole or absent."""
+    aside = path.with_name(path.name + ".partial")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,199 @@
+"""The roles of a run as worker groups, and what several of them do together."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.batch import Batch
+from hybridflow.cluster import Session, WorkerGroup
+from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.schema import OptimizerSection, Recipe
+from hybridflow.rollout.launch import ServerConfig
+from hybridflow.rollout.protocol import Sampling
+from hybridflow.weight_sync import PublishReport, remove_versions
+from hybridflow.workers.model import ModelWorker, WrittenVersion
+from hybridflow.workers.reward import RewardWorker
+from hybridflow.workers.rollout import RolloutWorker
+from megatron_bridge.layout import ParallelLayout
+
+SYNC_PREFIX = "hybridflow-sync-"
+
+
+class RolloutRole:
+    """The rollout servers: they serve one version, the same on all."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def generate(self, batch: Batch, samples: int, sampling: Sampling) -> Batch:
+        """Each server answers its share of the prompts."""
+        return self._group.run(RolloutWorker.generate, batch, samples, sampling)
+
+    def publish(self, written: WrittenVersion, version: int) -> PublishReport:
+        """Every server holds and proves ``version``, or an error says which one does not."""
+        return self._group.run(RolloutWorker.publish, written.folder, version, written.checksum)
+
+
+class Team:
+    """Builds every role's group in the session's pools.
+
+    Attributes:
+        version: of the weights that the servers hold; counts up over the whole run.
+    """
+
+    def __init__(self, plan: Plan, session: Session, stage: Stage) -> None:
+        recipe = plan.recipe
+        self.recipe = recipe
+        self.kinds = recipe.roles.kinds()
+        self.version = 0
+        self.last_publish: PublishReport | None = None
+        self._sync = _sync_directory(recipe)
+        pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
+        self.groups: dict[str, WorkerGroup] = {}
+        for role in plan.roles:
+            home = plan.pool_of(role)
+            pool = None if home is None else pools[home.name]
+            worker, layout, settings = self._member(role, self.kinds[role], stage)
+            self.groups[role] = session.group(role, worker, layout, pool, settings)
+        for group in self.groups.values():
+            group.wait_until_started()
+        self.rollout = RolloutRole(self.groups["rollout"])
+
+    def _member(
+        self, role: str, kind: str, stage: Stage
+    ) -> tuple[type, ParallelLayout | int, dict[str, Any]]:
+        """Worker class, layout and settings of a role."""
+        recipe = self.recipe
+        if kind == "model":
+            layout = recipe.layout(role)
+            return ModelWorker, layout, {"engine": _engine(recipe, role, layout, stage)}
+        if kind == "rollout":
+            section = recipe.roles.rollout
+            return RolloutWorker, section.parallel.dp, {"server": _server(recipe)}
+        section = recipe.roles.rewards()[role]
+        settings = {
+            "model_path": recipe.model.path,
+            "function": section.function,
+            "parameters": section.parameters,
+            "timeout_seconds": section.timeout_seconds,
+        }
+        return RewardWorker, section.workers, settings
+
+    def sampling(self, temperature: float, seed: int) -> Sampling:
+        """The recipe's sampling at a temperature and seed."""
+        told = self.recipe.roles.rollout.sampling
+        return Sampling(
+            max_tokens=told.max_tokens,
+            temperature=temperature,
+            top_p=told.top_p,
+            top_k=told.top_k,
+            seed=seed,
+        )
+
+    def loss(self, stage: Stage, name: str) -> LossSettings:
+        """How the actor turns a batch of ``stage`` into optimizer steps."""
+        algorithm = self.recipe.algorithm
+        low, high = algorithm.clip_bounds
+        return LossSettings(
+            name=name,
+            clip_low=low,
+            clip_high=high,
+            kl_coef=algorithm.kl.coef,
+            kl_estimator=algorithm.kl.estimator,
+            aggregation=algorithm.aggregation,
+            temperature=self.recipe.roles.rollout.sampling.temperature if stage.generates else 1.0,
+            mini_batches=stage.mini_batches,
+            epochs=stage.epochs,
+        )
+
+    def begin_stage(self, stage: Stage) -> None:
+        """A fresh optimizer for ``stage``."""
+        self.groups["actor"].run(ModelWorker.begin_stage, optimizer_settings(stage))
+
+    def publish(self) -> int:
+        """Write the actor's weights, load and prove them on every server; the new version."""
+        version = self.version + 1
+        tp = self.recipe.roles.rollout.parallel.tp
+        written = self.groups["actor"].run(ModelWorker.write_version, str(self._sync), version, tp)
+        self.last_publish = self.rollout.publish(written, version)
+        remove_versions(self._sync, keep=version)
+        self.version = version
+        return version
+
+    def save(self, folder: Path) -> None:
+        """The actor's state, to go on from."""
+        self.groups["actor"].run(ModelWorker.save, str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote."""
+        self.groups["actor"].run(ModelWorker.load, str(folder))
+
+    def export(self, folder: Path) -> None:
+        """The actor in HuggingFace format."""
+        self.groups["actor"].run(ModelWorker.save_pretrained, str(folder))
+
+    def close(self) -> None:
+        """Remove written versions; the session ends the workers."""
+        shutil.rmtree(self._sync, ignore_errors=True)
+
+
+def optimizer_settings(stage: Stage) -> OptimizerSettings:
+    """The stage's optimizer section, with the number of its optimizer steps."""
+    section: OptimizerSection = stage.optimizer
+    return OptimizerSettings(
+        lr=section.lr,
+        betas=(section.betas[0], section.betas[1]),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        clip_grad=section.clip_grad,
+        schedule=section.schedule,
+        warmup_steps=section.warmup_steps,
+        min_lr=section.min_lr,
+        total_steps=stage.optimizer_steps,
+    )
+
+
+def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> EngineConfig:
+    trains = role == "actor"
+    section = recipe.roles.actor if trains else recipe.roles.reference
+    assert section is not None, f"model role without a section: {role}"
+    return EngineConfig(
+        model_path=recipe.model.path,
+        layout=layout,
+        dtype=getattr(torch, recipe.model.dtype),
+        seed=recipe.seed,
+        optimizer=optimizer_settings(stage) if trains else None,
+        micro_batch_tokens=section.micro_batch_tokens,
+    )
+
+
+def _sync_directory(recipe: Recipe) -> Path:
+    """A folder of this run's own; one that a killed run left behind stays until it is older."""
+    parent = Path(recipe.roles.rollout.sync.directory)
+    if not parent.is_dir():
+        raise ValueError(
+            f"roles.rollout.sync.directory: there is no folder {parent}; name one that every "
+            "trainer and server can reach"
+        )
+    return Path(tempfile.mkdtemp(prefix=SYNC_PREFIX, dir=parent))
+
+
+def _server(recipe: Recipe) -> ServerConfig:
+    section = recipe.roles.rollout
+    return ServerConfig(
+        engine=section.engine,
+        model_path=recipe.model.path,
+        dtype=recipe.model.dtype,
+        tp=section.parallel.tp,
+        threads=section.threads,
+        max_running_requests=section.max_running_requests,
+        start_timeout=section.start_timeout_seconds,
+        request_timeout=section.request_timeout_seconds,
+        python=section.python,
+    )

@@ -1,0 +1,126 @@
+"""The loop: stages, steps, what is recorded after each, and the export at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridflow.dataflow.feed import Feed
+from hybridflow.dataflow.observer import Decode, Observer
+from hybridflow.dataflow.operations import Surroundings, operations
+from hybridflow.dataflow.run_folder import Checkpoint, Progress, RunFolder
+from hybridflow.dataflow.runner import Runner
+from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
+from hybridflow.dataflow.team import Team
+from hybridflow.monitor import Console, RunWriter
+from hybridflow.recipe.compile import Plan, Stage
+
+
+@dataclass
+class Records:
+    """Where a run's steps are recorded and shown."""
+
+    writer: RunWriter
+    console: Console
+
+    def event(self, kind: str, text: str) -> None:
+        """Keep and show one line."""
+        self.writer.event(kind, text)
+        self.console.event(kind, text)
+
+
+class Trainer:
+    """Runs the stages of a plan, from the start or from a checkpoint.
+
+    ``feeds`` gives each stage's rows by the stage's name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        team: Team,
+        feeds: Mapping[str, Feed],
+        folder: RunFolder,
+        records: Records,
+        runner: Runner,
+        decode: Decode,
+    ) -> None:
+        self._plan = plan
+        self._team = team
+        self._feeds = feeds
+        self._folder = folder
+        self._records = records
+        self._runner = runner
+        self._decode = decode
+
+    def run(self, resume: Checkpoint | None = None) -> None:
+        """Every stage that is left, then the export."""
+        first = resume.progress.stage_index if resume else 0
+        if resume is not None:
+            self._resume(resume)
+        for index, stage in enumerate(self._plan.stages):
+            if index < first:
+                continue
+            resumed = resume if index == first else None
+            if resumed is None and index > 0:
+                self._team.begin_stage(stage)
+            self._run_stage(index, stage, resumed.progress.step if resumed else 0)
+        if self._plan.recipe.export:
+            self._team.export(self._folder.export_path)
+            self._records.event("export", f"{self._folder.export_path}, in HuggingFace format")
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """The engine's state, the data's position, and the servers' weights, proven."""
+        progress = checkpoint.progress
+        self._team.begin_stage(self._plan.stages[progress.stage_index])
+        self._team.load(checkpoint.folder / "actor")
+        self._team.version = progress.weight_version
+        self._team.publish()
+        stage = self._plan.stages[progress.stage_index]
+        self._feeds[stage.name].stream.seek(progress.stream_position)
+        self._records.event("resume", f"from {checkpoint.folder}, after step {progress.step}")
+
+    def _run_stage(self, index: int, stage: Stage, done: int) -> None:
+        feed = self._feeds[stage.name]
+
+        def save(context: StepContext) -> str:
+            return self._save(index, stage, context)
+
+        around = Surroundings(self._plan.recipe, stage, self._team, save)
+        kinds = self._team.kinds
+        steps = StepRunner(stage.graph, operations(around), self._runner, feed, kinds)
+        observer = Observer(stage.graph, kinds, self._decode)
+        before = sum(earlier.steps for earlier in self._plan.stages[:index])
+        for step in range(done + 1, stage.steps + 1):
+            start = time.perf_counter()
+            outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
+            self._record(outcome, observer, time.perf_counter() - start)
+
+    def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> None:
+        context = outcome.context
+        metrics = observer.metrics(outcome, self._team.last_publish)
+        if "update/tokens" in metrics:
+            metrics["throughput/tokens_per_second"] = metrics["update/tokens"] / seconds
+        nodes = outcome.timings.seconds
+        writer = self._records.writer
+        writer.rollouts(context.step, observer.rollouts(outcome), stage=context.stage)
+        writer.step(context.step, context.stage, metrics, nodes, seconds)
+        self._records.console.step(context.step, context.stage, metrics, nodes)
+
+    def _save(self, index: int, stage: Stage, context: StepContext) -> str:
+        """A whole checkpoint of the run after this step."""
+        progress = Progress(
+            stage_index=index,
+            step=context.step,
+            global_step=context.global_step,
+            stream_position=self._feeds[stage.name].stream.position,
+            weight_version=self._team.version,
+        )
+        partial = self._folder.begin_checkpoint(progress)
+        self._team.save(partial / "actor")
+        folder = self._folder.finish_checkpoint(
+            partial, progress, self._plan.recipe.checkpoint.keep
+        )
+        self._records.event("checkpoint", str(folder))
+        return str(folder)

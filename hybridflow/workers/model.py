@@ -1,0 +1,117 @@
+"""One rank of a model role: the actor, or a frozen reference."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.transfer import DATA_PARALLEL, ONE_TO_ALL, transfer
+from hybridflow.recipe.axes import Axis
+
+if TYPE_CHECKING:
+    from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class WrittenVersion:
+    """A version of the weights on disk, and the digest that a server must show for it."""
+
+    folder: str
+    checksum: str
+
+
+class ModelWorker:
+    """Holds an engine; methods are collective over the role's ranks.
+
+    The engine's packages are imported here, in the worker's process: the driver needs none.
+    """
+
+    def __init__(
+        self, rank: int, world: int, rendezvous: tuple[str, int], *, engine: EngineConfig
+    ) -> None:
+        import torch.distributed as dist
+
+        from hybridflow.megatron.engine import Engine
+        from megatron_bridge.runtime import device
+
+        device.prepare()
+        host, port = rendezvous
+        dist.init_process_group(
+            device.backend(),
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        self._rank = rank
+        self._model_path = engine.model_path
+        self._engine = Engine(engine)
+
+    @transfer(DATA_PARALLEL)
+    def logprobs(self, batch: Batch, temperature: float) -> Batch | None:
+        """Log-probabilities (tokens, float) of the responses at ``temperature``."""
+        logprobs_T = self._engine.logprobs(batch, temperature)
+        if logprobs_T is None:
+            return None
+        return Batch(
+            {"logprobs": logprobs_T},
+            {"logprobs": Axis.TOKENS},
+            batch.prompts,
+            batch.samples_per_prompt,
+        )
+
+    @transfer(DATA_PARALLEL)
+    def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """The optimizer steps of one training step; the same metrics on every rank."""
+        return self._engine.update(batch, loss)
+
+    @transfer(ONE_TO_ALL)
+    def begin_stage(self, optimizer: OptimizerSettings) -> None:
+        """A fresh optimizer and learning-rate schedule for the next stage."""
+        self._engine.begin_stage(optimizer)
+
+    @transfer(ONE_TO_ALL)
+    def write_version(self, directory: str, version: int, tp: int) -> WrittenVersion | None:
+        """Stream the weights into ``directory``/v``version``, with the digest of a server of
+        ``tp`` ranks; rank 0 writes."""
+        from hybridflow.weight_sync import ServerDigest, write_version
+        from megatron_bridge.live import load_hf_config
+
+        weights = self._engine.export_weights()
+        if self._rank:
+            for _ in weights:
+                raise AssertionError("only rank 0 receives exported weights")
+            return None
+        digest = ServerDigest(load_hf_config(self._model_path), tp)
+        folder = write_version(directory, digest.watch(weights), self._model_path, version)
+        return WrittenVersion(str(folder), digest.result())
+
+    @transfer(ONE_TO_ALL)
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and random state; whole or absent."""
+        self._engine.save_checkpoint(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Go on from what ``save`` wrote."""
+        self._engine.load_checkpoint(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model in HuggingFace format; whole or absent."""
+        self._engine.save_pretrained(Path(folder))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        import torch.distributed as dist
+
+        from megatron_bridge.runtime import parallel
+
+        parallel.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,52 @@
+"""Checkpoints are whole or absent, the newest are kept, and another recipe is refused."""
+
+import pytest
+
+from hybridflow.dataflow.run_folder import Progress, RunFolder
+
+
+def progress(step: int) -> Progress:
+    return Progress(0, step, step, stream_position=8 * step, weight_version=step)
+
+
+def save(folder: RunFolder, step: int, keep: int = 2) -> None:
+    partial = folder.begin_checkpoint(progress(step))
+    (partial / "weights").write_text(str(step))
+    folder.finish_checkpoint(partial, progress(step), keep)
+
+
+def test_newest_checkpoints_are_kept(tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "name: a\n")
+    for step in (2, 4, 10):
+        save(folder, step)
+    assert [c.progress.step for c in folder.checkpoints()] == [4, 10]
+    assert (folder.checkpoints()[-1].folder / "weights").read_text() == "10"
+    assert folder.checkpoints()[-1].progress == progress(10)
+
+
+def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "name: a\n")
+    save(folder, 1)
+    partial = folder.begin_checkpoint(progress(2))
+    (partial / "weights").write_text("half")
+    assert [c.progress.step for c in folder.checkpoints()] == [1]
+    folder.remove_partial()
+    assert not partial.exists()
+
+
+def test_an_earlier_run_is_kept_aside(tmp_path) -> None:
+    for name in ("first", "second", "third"):
+        RunFolder.create(tmp_path / "run", f"name: {name}\n")
+    names = {p.name: (p / "recipe.yaml").read_text() for p in tmp_path.iterdir()}
+    assert names == {
+        "run": "name: third\n",
+        "run.1": "name: first\n",
+        "run.2": "name: second\n",
+    }
+
+
+def test_resuming_with_another_recipe_names_what_differs(tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed: 1\nsteps: 3\nroles: {a: 1}\n")
+    folder.check_same_recipe("seed: 1\nsteps: 9\nroles: {a: 1}\n")
+    with pytest.raises(ValueError, match=r"differs from .*recipe.yaml in roles, seed; put these"):
+        folder.check_same_recipe("seed: 2\nsteps: 3\nroles: {a: 2}\n")
