@@ -1,0 +1,108 @@
+"""The quickstart's input: a tiny Qwen3, a character tokenizer, two-digit additions.
+
+Everything is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.assets.build import make, write_jsonl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = (PAD, EOS, UNKNOWN, *"0123456789", "+", "-", "=")
+"""16 tokens, so that a tensor-parallel group of 2, 4 or 8 splits them evenly."""
+
+EVALUATION_ROWS = 500
+INITIAL_STD = 0.08
+ROPE_THETA = 1000.0
+
+
+def make_quickstart(folder: str | Path, *, seed: int = 0) -> bool:
+    """Make model, tokenizer, ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500) in ``folder``.
+
+    A row is ``{"prompt": "07+85=", "answer": "092"}``; no sum is in both files.
+
+    Returns:
+        Whether anything had to be made.
+    """
+
+    def build(target: Path) -> None:
+        _write_sums(target, seed)
+        _write_tokenizer(target)
+        _write_model(target, seed)
+
+    return make(Path(folder), {"asset": "quickstart", "seed": seed}, build)
+
+
+def _write_sums(folder: Path, seed: int) -> None:
+    sums = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in _pairs()]
+    random.Random(seed).shuffle(sums)
+    write_jsonl(folder / "eval.jsonl", sums[:EVALUATION_ROWS])
+    write_jsonl(folder / "train.jsonl", sums[EVALUATION_ROWS:])
+
+
+def _pairs() -> list[tuple[int, int]]:
+    return [(a, b) for a in range(100) for b in range(100)]
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character of ``VOCABULARY``, ``<unk>`` for any other; no chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def _write_tokenizer(folder: Path) -> None:
+    character_tokenizer().save_pretrained(folder)
+
+
+def _write_model(folder: Path, seed: int) -> None:
+    """A Qwen3 of 986,496 parameters with tied embeddings.
+
+    The initial spread is four times the usual one and the rotary base low: with them a model of
+    this width learns to add in about 135 steps of 128 sums rather than in several hundred.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    eos, pad = VOCABULARY.index(EOS), VOCABULARY.index(PAD)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=INITIAL_STD,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=True)
+    model.save_pretrained(folder)
