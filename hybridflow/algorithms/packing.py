@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.batch import Ragged
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -60,65 +62,66 @@ def bins_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]
     return bins
 
 
-def pack_rows(
-    prompts: list[Tensor],
-    response_values: Tensor,
-    response_offsets: Tensor,
-    max_tokens: int,
-) -> list[Pack]:
+def pack_rows(prompts: Ragged, responses: Ragged, max_tokens: int) -> list[Pack]:
     """Packs of at most ``max_tokens`` input tokens that hold every row with a response.
 
     Args:
-        prompts: prompt ids of each sample, ``[S]`` of int64 ``[P_s]``, none empty.
-        response_values: ``[sum R_s]`` int64 response tokens of all samples.
-        response_offsets: ``[S + 1]`` where each sample's response starts in them.
+        prompts: token ids of P prompts, none empty.
+        responses: token ids of P * G responses; response i answers prompt i // G.
 
     Raises:
         ValueError: a prompt is empty, or a row is longer than ``max_tokens``.
     """
-    starts = response_offsets.tolist()
-    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    assert len(lengths) == len(prompts), "as many prompts as responses"
-    rows = [row for row, length in enumerate(lengths) if length > 0]
-    sizes = [len(prompts[row]) + lengths[row] - 1 for row in rows]
-    _check_rows(rows, prompts, sizes, max_tokens)
+    if len(responses) == 0:
+        return []
+    group, odd = divmod(len(responses), len(prompts))
+    assert not odd, "every prompt has the same number of responses"
+    rows_S = (responses.lengths > 0).nonzero()[:, 0]
+    prompt_lengths_S = prompts.lengths[rows_S // group]
+    sizes_S = prompt_lengths_S + responses.lengths[rows_S] - 1
+    _check_rows(rows_S, prompt_lengths_S, sizes_S, max_tokens)
+    values = torch.cat([prompts.values, responses.values])
     return [
-        _pack([rows[i] for i in chosen], prompts, response_values, starts)
-        for chosen in bins_first_fit_decreasing(sizes, max_tokens)
+        _pack(rows_S[chosen], prompts, responses, values)
+        for chosen in bins_first_fit_decreasing(sizes_S.tolist(), max_tokens)
     ]
 
 
-def _check_rows(rows: list[int], prompts: list[Tensor], sizes: list[int], max_tokens: int) -> None:
-    for row, size in zip(rows, sizes, strict=True):
-        if len(prompts[row]) == 0:
-            raise ValueError(f"the prompt of sample {row} is empty; drop such rows from the data")
-        if size > max_tokens:
-            raise ValueError(
-                f"sample {row} has {size} tokens of prompt and response, more than "
-                f"micro_batch_tokens={max_tokens}; raise micro_batch_tokens or lower "
-                "max_prompt_tokens or max_tokens"
-            )
+def _check_rows(rows_S: Tensor, prompt_S: Tensor, sizes_S: Tensor, max_tokens: int) -> None:
+    if (prompt_S == 0).any():
+        row = int(rows_S[(prompt_S == 0).nonzero()[0]])
+        raise ValueError(f"the prompt of sample {row} is empty; drop such rows from the data")
+    if (sizes_S > max_tokens).any():
+        place = int(sizes_S.argmax())
+        raise ValueError(
+            f"sample {int(rows_S[place])} has {int(sizes_S[place])} tokens of prompt and response, "
+            f"more than micro_batch_tokens={max_tokens}; raise micro_batch_tokens or lower "
+            "max_prompt_tokens or max_tokens"
+        )
 
 
-def _pack(rows: list[int], prompts: list[Tensor], values: Tensor, starts: list[int]) -> Pack:
-    pieces: list[Tensor] = []
-    prompt_lengths, response_lengths = [], []
-    for row in rows:
-        start, end = starts[row], starts[row + 1]
-        pieces += [prompts[row], values[start : end - 1]]
-        prompt_lengths.append(len(prompts[row]))
-        response_lengths.append(end - start)
-    prompt_N = torch.tensor(prompt_lengths)
-    response_N = torch.tensor(response_lengths)
-    offsets_N = _offsets(prompt_N + response_N - 1)
-    source_R = _ranges(torch.tensor([starts[row] for row in rows]), response_N)
+def _pack(rows_N: Tensor, prompts: Ragged, responses: Ragged, values: Tensor) -> Pack:
+    """Packs the given samples in order; ``values`` are all prompts, then all responses."""
+    prompt_of_N = rows_N // (len(responses) // len(prompts))
+    prompt_N, response_N = prompts.lengths[prompt_of_N], responses.lengths[rows_N]
+    sizes_N = prompt_N + response_N - 1
+    offsets_N = _offsets(sizes_N)
+    position_T = _ranges(torch.zeros_like(sizes_N), sizes_N)
+    response_start_N = len(prompts.values) + responses.offsets[rows_N] - prompt_N
+    in_prompt_T = position_T < torch.repeat_interleave(prompt_N, sizes_N)
+    start_T = torch.where(
+        in_prompt_T,
+        torch.repeat_interleave(prompts.offsets[prompt_of_N], sizes_N),
+        torch.repeat_interleave(response_start_N, sizes_N),
+    )
+    source_R = _ranges(responses.offsets[rows_N], response_N)
     return Pack(
-        input_ids_T=torch.cat(pieces).long(),
-        position_ids_T=_ranges(torch.zeros_like(prompt_N), prompt_N + response_N - 1),
+        input_ids_T=values[start_T + position_T].long(),
+        position_ids_T=position_T,
         offsets_N=offsets_N.int(),
-        longest=int((prompt_N + response_N).max()) - 1,
+        longest=int(sizes_N.max()),
         predict_R=_ranges(offsets_N[:-1] + prompt_N - 1, response_N),
-        labels_R=values[source_R].long(),
+        labels_R=responses.values[source_R].long(),
         source_R=source_R,
     )
 

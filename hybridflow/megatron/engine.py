@@ -15,13 +15,13 @@ from megatron.core.distributed import (
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from hybridflow.algorithms.packing import Pack
+from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron import checkpoint
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.megatron.loss import UpdateLoss
 from hybridflow.megatron.optimizer import ModelOptimizer
-from hybridflow.megatron.rows import Rows, check_fields, packs_of, rows_of
+from hybridflow.megatron.rows import Rows, check_fields, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
 from megatron_bridge import live
 from megatron_bridge.runtime import device, parallel
@@ -70,7 +70,7 @@ class Engine:
             tensor-parallel rank.
         """
         responses: Ragged = batch["responses"]
-        packs = packs_of(batch, self.config.micro_batch_tokens)
+        packs = pack_rows(batch["prompts"], responses, self.config.micro_batch_tokens)
         flat_T = torch.zeros(len(responses.values))
         if packs:
             self._scatter(packs, flat_T, temperature)

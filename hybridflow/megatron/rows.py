@@ -49,22 +49,13 @@ class Rows:
         return replace(self, **moved)
 
 
-def packs_of(batch: Batch, max_tokens: int) -> list[Pack]:
-    """The batch's rows in packs of at most ``max_tokens`` input tokens."""
-    responses: Ragged = batch["responses"]
-    prompts = batch["prompts"].rows()
-    if len(responses) != len(prompts):  # P*G responses, G for each prompt
-        prompts = [row for row in prompts for _ in range(batch.samples_per_prompt)]
-    return pack_rows(prompts, responses.values, responses.offsets, max_tokens)
-
-
 def rows_of(batch: Batch, loss: LossSettings, max_tokens: int) -> Rows:
     """What one optimizer step reads of this rank's part of a mini-batch."""
     responses: Ragged = batch["responses"]
     weights_T, normaliser = token_weights(loss.aggregation, responses.lengths)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
-        packs=packs_of(batch, max_tokens),
+        packs=pack_rows(batch["prompts"], responses, max_tokens),
         weights_T=weights_T,
         normaliser=normaliser,
         responses=int((responses.lengths > 0).sum()),
