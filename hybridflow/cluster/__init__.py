@@ -1,0 +1,43 @@
+"""Ray mechanics that know no algorithm: resource pools, worker groups, transfer protocols, and an
+in-process twin of it all. The only package that imports Ray."""
+
+from hybridflow.cluster.errors import (
+    CallTimeout,
+    ClusterError,
+    GroupClosed,
+    WorkerDied,
+    WorkerError,
+)
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.local_session import LocalSession
+from hybridflow.cluster.ray_session import RaySession
+from hybridflow.cluster.session import Pool, Session
+from hybridflow.cluster.transfer import (
+    DATA_PARALLEL,
+    GATHER,
+    ONE_TO_ALL,
+    ROUND_ROBIN,
+    Piece,
+    Transfer,
+    transfer,
+)
+
+__all__ = [
+    "DATA_PARALLEL",
+    "GATHER",
+    "ONE_TO_ALL",
+    "ROUND_ROBIN",
+    "CallTimeout",
+    "ClusterError",
+    "GroupClosed",
+    "LocalSession",
+    "Piece",
+    "Pool",
+    "RaySession",
+    "Session",
+    "Transfer",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "transfer",
+]

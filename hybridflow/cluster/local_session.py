@@ -1,0 +1,183 @@
+"""The in-process twin of the Ray session: every worker lives in this process, on its own thread."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from typing import Any, Self
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.host import (
+    Death,
+    Outcome,
+    Rendezvous,
+    WorkerHost,
+    free_port,
+    init_arguments,
+)
+from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave
+from hybridflow.cluster.transfer import Piece
+from megatron_bridge.layout import ParallelLayout
+
+
+class LocalSession:
+    """Same interface as ``RaySession``; a parallel layout must be of one rank, since the ranks of
+    a process group are processes. Independent workers may be several.
+
+    A worker that hangs past its deadline cannot be killed here: its thread is left behind, and
+    ends with the process.
+    """
+
+    def __init__(self, *, start_timeout: float = 300.0, call_timeout: float = 3600.0) -> None:
+        self._start_seconds = start_timeout
+        self._call_seconds = call_timeout
+        self._register = GroupRegister()
+
+    def pool(self, name: str, slots: int) -> Pool:
+        """Any number of slots: nothing is reserved in one process."""
+        if slots < 1:
+            raise ValueError(f"pool '{name}': at least one slot is needed, got {slots}")
+        return Pool(name, slots)
+
+    def group(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        threads: int = 1,
+    ) -> WorkerGroup:
+        """See ``Session.group``; ``threads`` is that of this process and changes nothing here."""
+        self._register.claim(name)
+        independent = not isinstance(layout, ParallelLayout)
+        layout = as_layout(name, layout)
+        if not independent and layout.world > 1:
+            raise ValueError(
+                f"group '{name}': a session in one process runs one rank per role, the layout has "
+                f"{layout.world}; use tp=pp=dp=1 or a RaySession"
+            )
+        if pool is not None and layout.world > pool.slots:
+            raise ValueError(
+                f"group '{name}': {layout.world} ranks do not fit pool '{pool.name}' of "
+                f"{pool.slots} slots"
+            )
+        ranks = _Threads(name, worker_class, layout.world, init_arguments(init_kwargs))
+        group = WorkerGroup(
+            name,
+            worker_class,
+            layout,
+            ranks,
+            start_seconds=self._start_seconds,
+            call_seconds=self._call_seconds,
+            waiters=layout.world,
+        )
+        return self._register.add(group)
+
+    def close(self) -> None:
+        """Closes every group."""
+        if problems := self._register.close():
+            raise problems[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        leave(self, error)
+
+
+class _LaneClosed(Exception):
+    """The lane was closed before the call had ended."""
+
+
+class _Lane:
+    """A daemon thread that runs calls in order. (An executor's threads would keep a process with
+    a hanging worker from ending.)"""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._open.add(future)
+        self._calls.put(lambda: self._answer(future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Calls that have not ended fail at once; no further one begins."""
+        with self._lock:
+            self._closed = True
+            for future in self._open:
+                future.set_exception(_LaneClosed())
+            self._open.clear()
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not self._closed:
+                call()
+
+    def _answer(self, future: Future[Any], function: Callable[..., Any], args: Any) -> None:
+        try:
+            answer, error = function(*args), None
+        except BaseException as caught:  # noqa: BLE001 - handed on through the future
+            answer, error = None, caught
+        with self._lock:
+            if future not in self._open:
+                return
+            self._open.remove(future)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(answer)
+
+
+class _Threads:
+    """``Ranks`` as threads of this process."""
+
+    def __init__(self, role: str, worker_class: type, world: int, init: Piece) -> None:
+        self._class = worker_class
+        self._world = world
+        self._init = init
+        self._rendezvous: Rendezvous = ("127.0.0.1", free_port())
+        self._hosts = [WorkerHost() for _ in range(world)]
+        self._lanes = [_Lane(f"{role}-{rank}") for rank in range(world)]
+
+    def share(self, piece: Piece) -> Piece:
+        return piece
+
+    def start(self, rank: int) -> Future[Outcome]:
+        start = self._hosts[rank].start
+        return self._lanes[rank].submit(
+            start, self._class, rank, self._world, self._rendezvous, self._init
+        )
+
+    def submit(self, rank: int, method: str, shared: Piece, seconds: float) -> Future[Outcome]:
+        return self._lanes[rank].submit(self._hosts[rank].call, method, shared)
+
+    def stop(self, rank: int) -> Future[Outcome]:
+        return self._lanes[rank].submit(self._hosts[rank].stop)
+
+    def wait(
+        self, pending: Sequence[Future[Outcome]], seconds: float, everything: bool
+    ) -> list[Future[Outcome]]:
+        mode = ALL_COMPLETED if everything else FIRST_COMPLETED
+        return list(wait(pending, timeout=seconds, return_when=mode).done)
+
+    def outcome(self, pending: Future[Outcome]) -> Outcome:
+        if isinstance(pending.exception(timeout=0), _LaneClosed):
+            return Death("its group was closed")
+        return pending.result(timeout=0)
+
+    def log_tail(self, rank: int) -> str:
+        return ""
+
+    def kill(self) -> None:
+        for lane in self._lanes:
+            lane.close()

@@ -1,0 +1,136 @@
+"""A group's ranks as Ray actors. Imported only after Ray was set up (see ``ray_runtime``)."""
+
+import faulthandler
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from hybridflow.cluster.host import Death, Failure, Outcome, Rendezvous, WorkerHost, free_port
+from hybridflow.cluster.transfer import Piece
+
+LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a worker's process takes over from its driver; ``log`` is the file of its output."""
+
+    directory: str
+    python_path: tuple[str, ...]
+    log: str
+    address: str | None
+
+    def enter(self) -> None:
+        """Makes the driver's modules importable, and sends the output to the log."""
+        if Path(self.directory).is_dir():
+            os.chdir(self.directory)
+        sys.path.extend(path for path in self.python_path if path not in sys.path)
+        Path(self.log).parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        faulthandler.enable(file=2)
+
+
+class ActorHost(WorkerHost):
+    """One rank's process."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__()
+        surroundings.enter()
+        self._address = surroundings.address
+
+    def rendezvous(self) -> Rendezvous:
+        """Where the group meets: an address of this node and a port that is free on it."""
+        return self._address or ray.util.get_node_ip_address(), free_port()
+
+    def timed_call(self, method: str, piece: Piece, seconds: float) -> Outcome:
+        """``call``; shortly before the deadline every thread's stack goes to the log, so that a
+        hang can be read there."""
+        faulthandler.dump_traceback_later(max(0.1, min(seconds * 0.9, seconds - 1)), file=2)
+        try:
+            return self.call(method, piece)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class ActorRanks:
+    """``Ranks`` as actors, made in parallel; ``options`` are each rank's, ``end`` ends whatever
+    the group's processes have left behind."""
+
+    def __init__(
+        self,
+        worker_class: type,
+        init: Piece,
+        options: Sequence[Mapping[str, Any]],
+        surroundings: Sequence[Surroundings],
+        end: Callable[[], None],
+    ) -> None:
+        actor = ray.remote(ActorHost)
+        self._actors: list[Any] = [
+            actor.options(**dict(option)).remote(place)
+            for option, place in zip(options, surroundings, strict=True)
+        ]
+        self._logs = [place.log for place in surroundings]
+        self._class = ray.put(worker_class)
+        self._init = ray.put(init)
+        self._rendezvous = self._actors[0].rendezvous.remote()
+        self._end = end
+
+    def share(self, piece: Piece) -> Any:
+        return ray.put(piece)
+
+    def start(self, rank: int) -> Any:
+        world = len(self._actors)
+        return self._actors[rank].start.remote(
+            self._class, rank, world, self._rendezvous, self._init
+        )
+
+    def submit(self, rank: int, method: str, shared: Any, seconds: float) -> Any:
+        return self._actors[rank].timed_call.remote(method, shared, seconds)
+
+    def stop(self, rank: int) -> Any:
+        return self._actors[rank].stop.remote()
+
+    def wait(self, pending: Sequence[Any], seconds: float, everything: bool) -> list[Any]:
+        if not pending:
+            return []
+        count = len(pending) if everything else 1
+        return ray.wait(list(pending), num_returns=count, timeout=seconds)[0]
+
+    def outcome(self, pending: Any) -> Outcome:
+        try:
+            return ray.get(pending)
+        except RayTaskError as error:  # arguments or the result could not be pickled, say
+            return Failure(type(error.cause).__name__, str(error.cause), str(error), 0.0)
+        except RayError as error:
+            return Death(_without_advice(str(error)))
+
+    def log_tail(self, rank: int) -> str:
+        log = Path(self._logs[rank])
+        if not log.is_file():
+            return ""
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64_000))
+            lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([f"last lines of {log}:", *lines]) if lines else ""
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._end()
+
+
+def _without_advice(text: str) -> str:
+    """Ray's account of a death on one line, without the list of common causes."""
+    account = text.split("Some common causes include")[0]
+    return " ".join(account.split()).removeprefix(
+        "The actor died unexpectedly before finishing this task. "
+    )

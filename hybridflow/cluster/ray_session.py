@@ -1,0 +1,255 @@
+"""A session on Ray: resource pools over placement groups, and worker groups in them."""
+
+import atexit
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from hybridflow.cluster import processes, ray_runtime
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.host import init_arguments
+from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave
+from megatron_bridge.layout import ParallelLayout
+
+GROUPS_PER_POOL = 8
+"""How many groups may share a pool: each takes this fraction of a slot."""
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """A placement group, and its bundles in the order of ranks with the node of each."""
+
+    placement: Any
+    bundles: tuple[int, ...]
+    nodes: tuple[str, ...]
+
+
+class RaySession:
+    """One run's processes on Ray.
+
+    Without ``address`` a Ray is started on this machine, with as many slots as devices are asked
+    for, and ends with the session. With ``address`` (HOST:PORT) the session joins that cluster
+    from one of its nodes. Where the cluster has GPUs a slot is a GPU, elsewhere a CPU slot.
+
+    ``log_dir`` takes each worker's output as ``<group>-<rank>.log``. Timeouts are in seconds.
+    ``mark`` is in the environment of every process that the session starts.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        devices_per_node: int = 1,
+        *,
+        address: str | None = None,
+        log_dir: str | Path | None = None,
+        object_store_bytes: int = 1 << 30,
+        start_timeout: float = 300.0,
+        call_timeout: float = 3600.0,
+    ) -> None:
+        if nodes < 1 or devices_per_node < 1:
+            raise ValueError(f"nodes={nodes} and devices_per_node={devices_per_node} must be >= 1")
+        if nodes > 1 and address is None:
+            raise ValueError(
+                f"nodes={nodes} needs the address of a Ray cluster; start one with "
+                "launch/ray_head.sh and launch/ray_worker.sh, then pass its HOST:PORT"
+            )
+        self._slots = nodes * devices_per_node
+        self._taken = 0
+        self.mark = f"hybridflow-{secrets.token_hex(8)}/"
+        self._start_seconds, self._call_seconds = start_timeout, call_timeout
+        self._register = GroupRegister()
+        self._placements: list[Any] = []
+        self._groups_in: dict[str, int] = {}
+        self._open = True
+        self._scratch = None if log_dir else tempfile.TemporaryDirectory(prefix="hybridflow-log-")
+        self._logs = Path(log_dir or self._scratch.name).absolute()  # type: ignore[union-attr]
+        if address is None:
+            ray_runtime.start_local(self._slots, object_store_bytes)
+        else:
+            ray_runtime.join(address)
+        atexit.register(self.close)
+        try:
+            self._gpus = self._wait_for_nodes(nodes, devices_per_node)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_for_nodes(self, nodes: int, devices: int) -> bool:
+        """Waits until enough nodes have joined; whether their devices are GPUs."""
+        import ray
+
+        deadline = time.monotonic() + self._start_seconds
+        while True:
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            gpus = any(resources.get("GPU", 0) for resources in alive)
+            kind = "GPU" if gpus else "CPU"
+            fit = [resources for resources in alive if resources.get(kind, 0) >= devices]
+            if len(fit) >= nodes:
+                return gpus
+            if time.monotonic() > deadline:
+                sizes = [int(resources.get(kind, 0)) for resources in alive]
+                raise TimeoutError(
+                    f"waited {self._start_seconds:g} s for {nodes} nodes with {devices} {kind} "
+                    f"slots each; the cluster's nodes have {sizes}. Start further nodes, or lower "
+                    "nodes or devices_per_node"
+                )
+            time.sleep(0.2)
+
+    def pool(self, name: str, slots: int) -> Pool:
+        """Reserves slots, on as few nodes as possible; slots of one node are neighbours."""
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        if name in self._groups_in:
+            raise ValueError(f"the session has a pool '{name}' already; choose another name")
+        if not 1 <= slots <= self._slots - self._taken:
+            raise ValueError(
+                f"pool '{name}' of {slots} slots: {self._slots - self._taken} of the cluster's "
+                f"{self._slots} are left"
+            )
+        bundle = {"CPU": 1.0, "GPU": 1.0} if self._gpus else {"CPU": 1.0}
+        placement = placement_group([dict(bundle) for _ in range(slots)], strategy="PACK")
+        self._placements.append(placement)
+        if not placement.wait(self._start_seconds):
+            raise TimeoutError(
+                f"waited {self._start_seconds:g} s for pool '{name}' of {slots} x {bundle}: other "
+                "jobs may hold the cluster's devices"
+            )
+        self._taken += slots
+        self._groups_in[name] = 0
+        node_of = placement_group_table(placement)["bundles_to_node_id"]
+        order = tuple(sorted(range(slots), key=lambda index: (node_of[index], index)))
+        nodes = tuple(node_of[index] for index in order)
+        return Pool(name, slots, _Slots(placement, order, nodes))
+
+    def group(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        threads: int = 1,
+    ) -> WorkerGroup:
+        """See ``Session.group``."""
+        from hybridflow.cluster.ray_ranks import ActorRanks
+
+        self._register.claim(name)
+        independent = not isinstance(layout, ParallelLayout)
+        layout = as_layout(name, layout)
+        mark = f"{self.mark}{name}/"
+        options = self._options(name, layout.world, pool, mark, threads)
+        one_node = pool is not None and len(set(pool.handle.nodes[: layout.world])) == 1
+        surroundings = [
+            self._surroundings(f"{name}-{rank}", one_node) for rank in range(layout.world)
+        ]
+        ranks = ActorRanks(
+            worker_class,
+            init_arguments(init_kwargs),
+            options,
+            surroundings,
+            partial(self._end_processes, mark),
+        )
+        group = WorkerGroup(
+            name,
+            worker_class,
+            layout,
+            ranks,
+            start_seconds=self._start_seconds,
+            call_seconds=self._call_seconds,
+            waiters=layout.world if independent else 1,
+        )
+        return self._register.add(group)
+
+    def _options(
+        self, name: str, world: int, pool: Pool | None, mark: str, threads: int
+    ) -> list[dict[str, Any]]:
+        variables = {
+            processes.MARK: mark,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
+        common = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+        if pool is None:
+            return [{**common, "scheduling_strategy": "SPREAD"} for _ in range(world)]
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if world > pool.slots:
+            raise ValueError(
+                f"group '{name}': {world} ranks do not fit pool '{pool.name}' of {pool.slots} slots"
+            )
+        if self._groups_in[pool.name] >= GROUPS_PER_POOL:
+            raise ValueError(
+                f"group '{name}': pool '{pool.name}' holds {GROUPS_PER_POOL} groups, the most that "
+                "may share one"
+            )
+        self._groups_in[pool.name] += 1
+        share = 1 / GROUPS_PER_POOL
+        return [
+            {
+                **common,
+                "num_cpus": share,
+                "num_gpus": share if self._gpus else 0,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    pool.handle.placement, placement_group_bundle_index=bundle
+                ),
+            }
+            for bundle in pool.handle.bundles[:world]
+        ]
+
+    def _surroundings(self, label: str, one_node: bool) -> Any:
+        from hybridflow.cluster.ray_ranks import Surroundings
+
+        paths = tuple(str(Path(path).absolute()) for path in sys.path)
+        address = "127.0.0.1" if one_node else None
+        return Surroundings(str(Path.cwd()), paths, str(self._logs / f"{label}.log"), address)
+
+    def _end_processes(self, mark: str) -> None:
+        """Ends what carries the mark, on every node of the cluster."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = ray.get_runtime_context().get_node_id()
+        end = ray.remote(processes.end_marked)
+        elsewhere = [
+            end.options(
+                num_cpus=0,
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            ).remote(mark)
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] != here
+        ]
+        processes.end_marked(mark)
+        if elsewhere:
+            ray.get(elsewhere, timeout=60.0)
+
+    def close(self) -> None:
+        """Ends every process of the session, children of workers included. Safe to call again."""
+        if not self._open:
+            return
+        self._open = False
+        atexit.unregister(self.close)
+        from ray.util.placement_group import remove_placement_group
+
+        problems = self._register.close()
+        for placement in self._placements:
+            remove_placement_group(placement)
+        ray_runtime.leave()
+        processes.end_marked(self.mark, patience=0.0)
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        if problems:
+            raise problems[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        leave(self, error)

@@ -1,0 +1,101 @@
+"""What a session offers, whether it runs on Ray or in this process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from hybridflow.cluster.group import WorkerGroup
+from megatron_bridge.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Device slots that groups may share; ``handle`` is the session's own."""
+
+    name: str
+    slots: int
+    handle: Any = None
+
+
+class Session(Protocol):
+    """Owns pools and groups; leaving its ``with`` block closes everything."""
+
+    def pool(self, name: str, slots: int) -> Pool:
+        """Reserves device slots. ``ValueError`` when there are not as many left."""
+        ...
+
+    def group(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        threads: int = 1,
+    ) -> WorkerGroup:
+        """Starts one worker per rank of the layout (a number: that many independent workers) and
+        returns at once; calls queue behind the workers' constructors.
+
+        Rank r takes the pool's slot r; groups on one pool share its devices. Without a pool the
+        workers take no device. A constructor gets ``rank``, ``world`` and ``rendezvous`` (host,
+        port) and ``init_kwargs``. ``threads`` is the number of threads of a worker's maths.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends every process of the session. Safe to call again."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None: ...
+
+
+def as_layout(name: str, layout: ParallelLayout | int) -> ParallelLayout:
+    """A number of independent workers as a layout."""
+    if isinstance(layout, ParallelLayout):
+        return layout
+    if layout < 1:
+        raise ValueError(f"group '{name}': at least one worker is needed, got {layout}")
+    return ParallelLayout(dp=layout)
+
+
+class GroupRegister:
+    """The groups of a session by name, and closing them all."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, WorkerGroup] = {}
+
+    def claim(self, name: str) -> None:
+        """``ValueError`` when the name is taken."""
+        if name in self._groups:
+            raise ValueError(f"the session has a group '{name}' already; choose another name")
+
+    def add(self, group: WorkerGroup) -> WorkerGroup:
+        """Registers a new group."""
+        self._groups[group.role] = group
+        return group
+
+    def close(self) -> list[Exception]:
+        """Closes every group, the newest first; what went wrong is returned, so that the rest of
+        a session can be closed before it is raised."""
+        problems: list[Exception] = []
+        while self._groups:
+            _, group = self._groups.popitem()
+            try:
+                group.close()
+            except Exception as error:  # noqa: BLE001 - raised by the session after the clean-up
+                problems.append(error)
+        return problems
+
+
+def leave(session: Session, error: BaseException | None) -> None:
+    """Closes the session at the end of its ``with`` block; an error that is on its way stays the
+    one that is raised, and a problem of the clean-up becomes a note of it."""
+    try:
+        session.close()
+    except Exception as problem:
+        if error is None:
+            raise
+        error.add_note(f"closing the session failed too: {problem}")
