@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from megatron_bridge.runtime.rope import packed_rotary
+
 _CPU = torch.device("cpu")
 _CUDA_LITERAL = 'device="cuda"'
 
@@ -125,6 +127,11 @@ def _one_generator(module: ModuleType) -> None:
     )
 
 
+def _rotary_once(module: ModuleType) -> None:
+    """Angles once per pack instead of once per layer and sequence."""
+    module.apply_rotary_pos_emb = packed_rotary(module.apply_rotary_pos_emb)  # type: ignore[attr-defined]
+
+
 def _literals(module: str) -> Patch:
     return Patch(
         name=f"literals:{module}",
@@ -144,6 +151,14 @@ PATCHES: tuple[Patch, ...] = (
         needles=("torch.cuda.random.get_rng_state", "graph_safe"),
         apply=_one_generator,
         why="there is one generator, the CPU's",
+    ),
+    Patch(
+        name="rotary",
+        module="megatron.core.transformer.attention",
+        target="apply_rotary_pos_emb",
+        needles=("_apply_rotary_pos_emb_thd", "cu_seqlens: Optional[Tensor] = None", "mscale"),
+        apply=_rotary_once,
+        why="the unfused form takes more time than attention itself on packs of short sequences",
     ),
     _literals("pipeline_parallel.schedules"),
     _literals("optimizer.optimizer"),

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_bridge.runtime import attention, cpu_layer, device
+from megatron_bridge.runtime.norm import RMSNorm
+from megatron_bridge.runtime.rope import packed_rotary
 
 
 def test_every_patch_fits_the_installed_megatron_core():
@@ -73,3 +75,49 @@ def test_a_plan_bounds_calls_and_padding():
     padded = sum(bucket.rows * bucket.length for bucket in cut.buckets)
     assert len(cut.buckets) < 25
     assert padded < 1.25 * sum(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[7], [4, 1, 9], [3, 3]])
+def test_packed_rotary_equals_megatrons(lengths):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    class Config:
+        rotary_interleaved = multi_latent_attention = apply_rope_fusion = False
+        context_parallel_size = 1
+
+    class Group:
+        size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
+
+    torch.manual_seed(0)
+    frequencies = torch.randn(max(lengths), 1, 1, 4).repeat(1, 1, 1, 2)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    x = torch.randn(sum(lengths), 3, 8, requires_grad=True)
+    upstream = torch.randn_like(x)
+    results = []
+    for apply in (rope_utils.apply_rotary_pos_emb, packed_rotary(_never)):
+        out = apply(x, frequencies, Config, cu_seqlens=offsets, cp_group=Group)
+        results.append((out, torch.autograd.grad((out * upstream).sum(), x)[0]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _never(*_args):
+    raise AssertionError("the stock form was called")
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 8), (6, 3, 8)])
+def test_rms_norm_equals_torchs(shape):
+    class Config:
+        params_dtype, sequence_parallel = torch.float32, False
+
+    torch.manual_seed(0)
+    norm = RMSNorm(Config, 8, eps=1e-5)
+    norm.weight.data.normal_()
+    x = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn(shape)
+    results = []
+    for out in (norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5)):
+        gradients = torch.autograd.grad((out * upstream).sum(), (x, norm.weight))
+        results.append((out, *gradients))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
