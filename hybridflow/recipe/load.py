@@ -83,7 +83,9 @@ def _override(source: Source, text: str) -> None:
         source.faults.append(Fault(COMMAND_LINE, what, "write key.path=value"))
         return
     value = parse_yaml(match["value"], COMMAND_LINE, numbered=False)
-    source.faults.extend(value.faults)
+    if value.faults:
+        source.faults.extend(value.faults)
+        return
     path: KeyPath = tuple(match["key"].split("."))
     section = source.data
     for depth, key in enumerate(path[:-1], start=1):

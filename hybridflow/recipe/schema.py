@@ -154,6 +154,10 @@ class Recipe(Section):
 
     _origins: dict[KeyPath, str] = PrivateAttr(default_factory=lambda: {(): "recipe"})
 
+    def __eq__(self, other: object) -> bool:
+        """Equal values; where they were written does not matter."""
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
+
     @property
     def folder(self) -> str:
         """Folder of the run."""
