@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import cache
 
+from hybridflow.recipe.names import hint
+
 INSTALL_HINT = (
     "reasoning-gym is not installed: pip install 'hybridflow[assets]' "
     "(from a checkout: pip install -e '.[assets]')"
@@ -48,6 +50,9 @@ def _within(text: str, tag: str) -> str | None:
 def _scorer(task: str) -> Callable[[str, dict], float]:
     try:
         from reasoning_gym import get_score_answer_fn
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(INSTALL_HINT) from error
+    if task not in DATASETS:
+        raise ValueError(f"reasoning-gym has no task '{task}'; {hint(task, DATASETS)}")
     return get_score_answer_fn(task)  # type: ignore[return-value]

@@ -1,0 +1,33 @@
+"""Tokenizers and settings for tests of the data."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from hybridflow.assets.quickstart import character_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@dataclass
+class Settings:
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    chat: bool | None = None
+    system: str | None = None
+    max_prompt_tokens: int = 64
+
+
+@pytest.fixture
+def tokenizer():
+    """One token a digit, + - and =; id 1 ends a sequence; no chat template."""
+    return character_tokenizer()
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -1,0 +1,75 @@
+"""From a name in a recipe to a function with checked parameters."""
+
+import pytest
+
+from hybridflow.rewards import resolve
+
+SOURCE = """
+LIMIT = 3
+
+def shorter(prompt, response, answer, row, limit=LIMIT, *, weight):
+    return weight * (len(response) <= limit)
+
+def anything(*args, **kwargs):
+    return len(args) + len(kwargs)
+
+def too_few(prompt, response):
+    return 1.0
+
+async def later(prompt, response, answer, row):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my-rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_registered_name_with_parameters():
+    assert resolve("exact_match")("p", " 1", "1", {}) == 1.0
+    assert resolve("exact_match", {"strip": False})("p", " 1", "1", {}) == 0.0
+
+
+def test_function_of_a_file_absolute_and_relative(file):
+    function = resolve(f"{file}:shorter", {"weight": 0.5})
+    assert function("p", "abc", None, {}) == 0.5
+    relative = resolve("my-rewards.py:shorter", {"weight": 2, "limit": 1}, base=file.parent)
+    assert relative("p", "abc", None, {}) == 0
+    assert relative.__name__ == "my-rewards.py:shorter"
+
+
+def test_function_of_a_module(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_a_user.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert resolve("rewards_of_a_user.anything", {"a": 1, "b": 2})("p", "r", "a", {}) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("exact_mach", {}, "unknown reward 'exact_mach'; did you mean 'exact_match'"),
+        ("exact_match", {"stripp": 1}, "unknown parameter 'stripp'; did you mean 'strip'"),
+        ("format_regex", {}, "'pattern' has no value"),
+        ("length", {"slac": 1}, "unknown parameter 'slac'.*'budget' has no value"),
+        ("exact_match", {"prompt": "x"}, "unknown parameter 'prompt'"),
+        ("no.such.module.fn", {}, "module 'no.such.module' cannot be imported"),
+        ("missing.py:fn", {}, "there is no Python file"),
+        ("my-rewards.py:shorte", {}, "has no 'shorte'; did you mean 'shorter'"),
+        ("my-rewards.py:LIMIT", {}, "is no function"),
+        ("my-rewards.py:later", {}, "is async"),
+        ("my-rewards.py:too_few", {}, r"takes 2 arguments.*\(prompt, response, answer, row\)"),
+        ("my-rewards.py:shorter", {"weigth": 1}, "did you mean 'weight'.*'weight' has no value"),
+    ],
+)
+def test_mistakes_are_named(file, name, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name, parameters, base=file.parent)
+
+
+def test_a_file_that_fails_names_its_error(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ValueError, match="fails when run.*nothing_of_this_name"):
+        resolve("broken.py:fn", base=tmp_path)
