@@ -1,4 +1,10 @@
-"""Rows of prompt and response as packs without padding (the THD layout)."""
+"""Samples laid end to end as packs: no padding, and each prompt once for all its responses.
+
+The samples of a group have one prompt, so its hidden states are the same for each. A pack holds
+the prompt once and then the responses; only attention needs every sequence whole, and reads it
+through an index. A row feeds ``prompt + response[:-1]`` to the model: the last token has no
+successor to predict.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +17,19 @@ from hybridflow.batch import Ragged
 
 @dataclass(frozen=True)
 class Pack:
-    """Several rows laid end to end: one micro-batch.
-
-    A row feeds ``prompt + response[:-1]`` to the model: its last token has no successor to
-    predict. Response token i is predicted at the position of the token before it.
+    """One micro-batch.
 
     Attributes:
-        input_ids_T: ``[T]`` int64 tokens of all rows.
-        position_ids_T: ``[T]`` int64, from 0 in every row.
-        offsets_N: ``[rows + 1]`` int32, where rows start and end (``cu_seqlens``).
-        longest: tokens of the longest row.
-        predict_R: ``[R]`` int64 positions in T whose successor is a response token.
+        input_ids_T: ``[T]`` int64 tokens that the model computes.
+        position_ids_T: ``[T]`` int64 place of each in its sequence.
+        offsets_N: ``[sequences + 1]`` int32 where sequences start and end (``cu_seqlens``) among
+            the E places of all whole sequences end to end.
+        longest: tokens of the longest sequence.
+        expand_E: ``[E]`` int64 token of the pack at each place of the whole sequences; None when
+            no prompt is shared, so that E = T and places are tokens.
+        place_T: ``[T]`` int64 the first place of each token: ``expand_E[place_T] = arange(T)``.
+        predict_R: ``[R]`` int64 tokens whose successor is a response token; a shared prompt's last
+            one is there for every response.
         labels_R: ``[R]`` int64 these response tokens.
         source_R: ``[R]`` int64 their places in the batch's flat response values.
     """
@@ -30,6 +38,8 @@ class Pack:
     position_ids_T: Tensor
     offsets_N: Tensor
     longest: int
+    expand_E: Tensor | None
+    place_T: Tensor | None
     predict_R: Tensor
     labels_R: Tensor
     source_R: Tensor
@@ -37,17 +47,14 @@ class Pack:
     def to(self, device: torch.device) -> "Pack":
         """The same pack on another device."""
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if name != "longest"
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
         }
-        return Pack(longest=self.longest, **moved)
+        return Pack(**moved)
 
 
 def bins_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Indices of ``sizes`` in bins of at most ``capacity``, largest items first.
-
-    Items of one bin are in order of falling size (then of index), so that equal lengths lie side
-    by side and attention can treat them as one rectangle.
-    """
+    """Indices of ``sizes`` in bins of at most ``capacity``, largest items first."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -62,12 +69,15 @@ def bins_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]
     return bins
 
 
-def pack_rows(prompts: Ragged, responses: Ragged, max_tokens: int) -> list[Pack]:
+def pack_rows(
+    prompts: Ragged, responses: Ragged, max_tokens: int, *, share_prompts: bool = True
+) -> list[Pack]:
     """Packs of at most ``max_tokens`` input tokens that hold every row with a response.
 
     Args:
         prompts: token ids of P prompts, none empty.
         responses: token ids of P * G responses; response i answers prompt i // G.
+        share_prompts: whether responses of one prompt may share it.
 
     Raises:
         ValueError: a prompt is empty, or a row is longer than ``max_tokens``.
@@ -76,62 +86,95 @@ def pack_rows(prompts: Ragged, responses: Ragged, max_tokens: int) -> list[Pack]
         return []
     group, odd = divmod(len(responses), len(prompts))
     assert not odd, "every prompt has the same number of responses"
-    rows_S = (responses.lengths > 0).nonzero()[:, 0]
-    prompt_lengths_S = prompts.lengths[rows_S // group]
-    sizes_S = prompt_lengths_S + responses.lengths[rows_S] - 1
-    _check_rows(rows_S, prompt_lengths_S, sizes_S, max_tokens)
+    prompt_lengths, response_lengths = prompts.lengths.tolist(), responses.lengths.tolist()
+    chunks: list[list[int]] = []  # samples of one prompt, which stay in one pack
+    sizes: list[int] = []
+    for row, length in enumerate(response_lengths):
+        if length == 0:
+            continue
+        prompt = prompt_lengths[row // group]
+        _check_row(row, prompt, prompt + length - 1, max_tokens)
+        same = share_prompts and chunks and chunks[-1][0] // group == row // group
+        if same and sizes[-1] + length - 1 <= max_tokens:
+            chunks[-1].append(row)
+            sizes[-1] += length - 1
+        else:
+            chunks.append([row])
+            sizes.append(prompt + length - 1)
     values = torch.cat([prompts.values, responses.values])
     return [
-        _pack(rows_S[chosen], prompts, responses, values)
-        for chosen in bins_first_fit_decreasing(sizes_S.tolist(), max_tokens)
+        _pack([chunks[i] for i in chosen], prompts, responses, values)
+        for chosen in bins_first_fit_decreasing(sizes, max_tokens)
     ]
 
 
-def _check_rows(rows_S: Tensor, prompt_S: Tensor, sizes_S: Tensor, max_tokens: int) -> None:
-    if (prompt_S == 0).any():
-        row = int(rows_S[(prompt_S == 0).nonzero()[0]])
+def _check_row(row: int, prompt: int, size: int, max_tokens: int) -> None:
+    if prompt == 0:
         raise ValueError(f"the prompt of sample {row} is empty; drop such rows from the data")
-    if (sizes_S > max_tokens).any():
-        place = int(sizes_S.argmax())
+    if size > max_tokens:
         raise ValueError(
-            f"sample {int(rows_S[place])} has {int(sizes_S[place])} tokens of prompt and response, "
-            f"more than micro_batch_tokens={max_tokens}; raise micro_batch_tokens or lower "
+            f"sample {row} has {size} tokens of prompt and response, more than "
+            f"micro_batch_tokens={max_tokens}; raise micro_batch_tokens or lower "
             "max_prompt_tokens or max_tokens"
         )
 
 
-def _pack(rows_N: Tensor, prompts: Ragged, responses: Ragged, values: Tensor) -> Pack:
-    """Packs the given samples in order; ``values`` are all prompts, then all responses."""
+def _pack(chunks: list[list[int]], prompts: Ragged, responses: Ragged, values: Tensor) -> Pack:
+    """Packs chunks: of each, the prompt, then the responses but for their last tokens.
+
+    ``values`` are all prompts, then all responses. N sequences in C chunks.
+    """
+    rows_N = torch.tensor([row for chunk in chunks for row in chunk])
+    chunk_of_N = torch.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks]))
     prompt_of_N = rows_N // (len(responses) // len(prompts))
+    first_N = torch.cat([rows_N.new_ones(1), chunk_of_N.diff()]) > 0
     prompt_N, response_N = prompts.lengths[prompt_of_N], responses.lengths[rows_N]
-    sizes_N = prompt_N + response_N - 1
-    offsets_N = _offsets(sizes_N)
-    position_T = _ranges(torch.zeros_like(sizes_N), sizes_N)
-    response_start_N = len(prompts.values) + responses.offsets[rows_N] - prompt_N
-    in_prompt_T = position_T < torch.repeat_interleave(prompt_N, sizes_N)
-    start_T = torch.where(
-        in_prompt_T,
-        torch.repeat_interleave(prompts.offsets[prompt_of_N], sizes_N),
-        torch.repeat_interleave(response_start_N, sizes_N),
+
+    # A sequence's new tokens: the prompt where it is the chunk's first, then the response's.
+    new_N2 = torch.stack([torch.where(first_N, prompt_N, 0), response_N - 1], dim=1)
+    start_N2 = _offsets(new_N2.flatten())[:-1].view(-1, 2)
+    prompt_start_N = start_N2[first_N, 0][chunk_of_N]
+    from_N2 = torch.stack(
+        [prompts.offsets[prompt_of_N], len(prompts.values) + responses.offsets[rows_N]], dim=1
     )
-    source_R = _ranges(responses.offsets[rows_N], response_N)
+    position_N2 = torch.stack([torch.zeros_like(prompt_N), prompt_N], dim=1)
+    offsets_N = _offsets(prompt_N + response_N - 1)
+    expand_E = _spans(
+        torch.stack([prompt_start_N, start_N2[:, 1]], dim=1),
+        torch.stack([prompt_N, response_N - 1], dim=1),
+    )
+    last_prompt_N = prompt_start_N + prompt_N - 1
+    source_R = _spans(responses.offsets[rows_N], response_N)
+    shared = not bool(first_N.all())
     return Pack(
-        input_ids_T=values[start_T + position_T].long(),
-        position_ids_T=position_T,
+        input_ids_T=values[_spans(from_N2, new_N2)].long(),
+        position_ids_T=_spans(position_N2, new_N2),
         offsets_N=offsets_N.int(),
-        longest=int(sizes_N.max()),
-        predict_R=_ranges(offsets_N[:-1] + prompt_N - 1, response_N),
+        longest=int((prompt_N + response_N).max()) - 1,
+        expand_E=expand_E if shared else None,
+        place_T=_first_places(expand_E, int(new_N2.sum())) if shared else None,
+        predict_R=_spans(
+            torch.stack([last_prompt_N, start_N2[:, 1]], dim=1),
+            torch.stack([torch.ones_like(prompt_N), response_N - 1], dim=1),
+        ),
         labels_R=responses.values[source_R].long(),
         source_R=source_R,
     )
 
 
-def _offsets(lengths_N: Tensor) -> Tensor:
-    return torch.cat([lengths_N.new_zeros(1), lengths_N.cumsum(0)])
+def _first_places(expand_E: Tensor, tokens: int) -> Tensor:
+    places_E = torch.arange(len(expand_E))
+    unset_T = places_E.new_full((tokens,), len(expand_E))
+    return unset_T.scatter_reduce(0, expand_E, places_E, "amin")
 
 
-def _ranges(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """``arange(start, start + length)`` of each row, end to end."""
-    offsets_N = _offsets(lengths_N)
-    shift_T = torch.repeat_interleave(starts_N - offsets_N[:-1], lengths_N)
-    return torch.arange(int(offsets_N[-1])) + shift_T
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
+    """``arange(start, start + length)`` of each entry, end to end."""
+    starts, lengths = starts.flatten(), lengths.flatten()
+    offsets = _offsets(lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return torch.arange(int(offsets[-1])) + shift

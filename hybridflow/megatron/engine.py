@@ -70,7 +70,12 @@ class Engine:
             tensor-parallel rank.
         """
         responses: Ragged = batch["responses"]
-        packs = pack_rows(batch["prompts"], responses, self.config.micro_batch_tokens)
+        packs = pack_rows(
+            batch["prompts"],
+            responses,
+            self.config.micro_batch_tokens,
+            share_prompts=self._packed.shares_prompts,
+        )
         flat_T = torch.zeros(len(responses.values))
         if packs:
             self._scatter(packs, flat_T, temperature)
@@ -103,7 +108,7 @@ class Engine:
         check_fields(batch, loss)
         optimizer = self._trainer()
         parts = [
-            rows_of(part, loss, self.config.micro_batch_tokens)
+            rows_of(part, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
             for part in batch.split(loss.mini_batches)
         ]
         normalisers = _global_normalisers(parts)

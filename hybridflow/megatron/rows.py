@@ -49,13 +49,13 @@ class Rows:
         return replace(self, **moved)
 
 
-def rows_of(batch: Batch, loss: LossSettings, max_tokens: int) -> Rows:
+def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bool) -> Rows:
     """What one optimizer step reads of this rank's part of a mini-batch."""
     responses: Ragged = batch["responses"]
     weights_T, normaliser = token_weights(loss.aggregation, responses.lengths)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
-        packs=pack_rows(batch["prompts"], responses, max_tokens),
+        packs=pack_rows(batch["prompts"], responses, max_tokens, share_prompts=share_prompts),
         weights_T=weights_T,
         normaliser=normaliser,
         responses=int((responses.lengths > 0).sum()),

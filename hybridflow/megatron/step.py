@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from hybridflow.algorithms.packing import Pack
+from hybridflow.megatron import shared_prompts
 from hybridflow.megatron.logprobs import vocab_parallel_logprobs
+from hybridflow.megatron.shared_prompts import sequences_of
 from megatron_bridge import live
 
 PackLoss = Callable[[Pack, Tensor], Tensor]
@@ -32,8 +33,14 @@ class PackedModel:
         self._predict_R: Tensor | None = None
         self.device = next(model.parameters()).device
         core: Any = live.unwrap(model)
+        self._positions = shared_prompts.install(core)
         if core.post_process:
             core.output_layer.register_forward_pre_hook(self._keep_predicting)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether packs may hold a prompt once for several responses."""
+        return self._positions is not None
 
     def logprobs(self, packs: list[Pack], temperature: float) -> list[Tensor]:
         """``[R]`` log-probabilities of every pack's labels, without gradient.
@@ -85,13 +92,9 @@ class PackedModel:
     def _forward(self, model: torch.nn.Module, pack: Pack) -> Tensor:
         """Logits ``[1, R, V / tp]``, or the hidden states of an earlier stage."""
         self._predict_R = pack.predict_R
-        sequences = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=pack.offsets_N,
-            cu_seqlens_kv=pack.offsets_N,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
-        )
+        if self._positions is not None:
+            self._positions.position_ids_T = pack.position_ids_T
+        sequences = sequences_of(pack, by_position=self._positions is not None)
         return model(
             pack.input_ids_T[None], pack.position_ids_T[None], None, packed_seq_params=sequences
         )
