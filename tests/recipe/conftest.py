@@ -25,7 +25,7 @@ CONFIG = {
 RECIPE = """\
 name: tiny
 model: {path: model}
-cluster: {devices_per_node: 3}
+cluster: {devices_per_node: 12}
 data:
   train: train.jsonl
   eval: eval.jsonl

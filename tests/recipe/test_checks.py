@@ -1,0 +1,295 @@
+"""Every fault that ``check`` finds beyond form, each on a recipe that is sound but for it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli import main
+from hybridflow.recipe.checks import check, check_file
+from hybridflow.recipe.load import load_recipe
+
+from .conftest import CONFIG, write_rows, write_weights
+
+
+def faults_of(*overrides: str) -> list[str]:
+    return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
+
+
+def test_a_sound_recipe_has_no_fault(workspace: Path):
+    assert faults_of() == []
+    assert check(load_recipe("recipe.yaml")) == []
+
+
+SETTINGS = [
+    ("roles.actor.parallel={tp: 3}", "tp=3 does not divide num_key_value_heads=2", "[1, 2]"),
+    ("roles.actor.parallel={pp: 3}", "pp=3 does not divide num_hidden_layers=4", "[1, 2, 4]"),
+    ("roles.reference={parallel: {pp: 3}}", "roles.reference: pp=3 does not divide", "[1, 2, 4]"),
+    ("data.prompts_per_step=5", "does not divide over dp=2", "such as 6"),
+    ("roles.actor.mini_batches=3", "do not divide into mini_batches=3", "multiple of 6"),
+    ("data.prompts_per_step=14", "has 12 rows, but a step takes 14", "at most 12"),
+    ("evaluation.prompts=4", "has 3 rows, but an evaluation takes 4", "at most 3"),
+    ("roles.actor.micro_batch_tokens=11", "cannot hold the longest sample", "at least 12"),
+    ("roles.reference.micro_batch_tokens=11", "cannot hold the longest sample", "at least 12"),
+    ("data.max_prompt_tokens=61", "exceed the model's 64 positions", "lower"),
+    ("cluster.devices_per_node=2", "need 3 devices (actor 2 + rollout 1)", "colocate"),
+    ("roles.reference.parallel={dp: 4}", "colocated with 'actor' need 4", "no larger"),
+    ("data.samples_per_prompt=1", "compares samples of a prompt", "2 or more"),
+    ("data.eval=null", "no data to evaluate on", "data.eval"),
+    ("data.train=absent.jsonl", "no data file absent.jsonl", "mend the path"),
+    ("data.train=model/tokenizer.json", "none of .jsonl, .csv", "mend the file"),
+    ("model.path=absent", "no model folder absent", "mend the path"),
+    ("roles.rollout.engine=sglang", "no interpreter .venv-sglang/bin/python", "make sglang"),
+    ("roles.rollout.parallel.tp=2", "local engine runs on one device", "engine: sglang"),
+    ("roles.rollout.sync.directory=absent", "absent is no folder", "choose another"),
+    ("roles.reward.function=exact_mach", "unknown reward", "did you mean 'exact_match'?"),
+    ("roles.reward.function=nowhere.fn", "no module 'nowhere'", "Install"),
+    ("roles.reward.function=json.lods", "has no 'lods'", "did you mean 'loads'?"),
+    ("roles.reward.function=absent.py:fn", "no file absent.py", "mend the path"),
+    ("roles.reward.function=mine.py:scor", "mine.py has no 'scor'", "did you mean 'score'?"),
+    ("roles.reward.function=broken.py:fn", "broken.py:2: not valid Python", "mend"),
+    ("roles.reward.parameters={strp: true}", "no parameter 'strp'", "did you mean 'strip'?"),
+    ("roles.reward.parameters={strip: 3}", "must be bool, not 3", "white space"),
+    ("roles.reward={function: length}", "needs the parameter 'budget'", "budget"),
+    ("roles.reference=null", "'reference', which the recipe lacks", "under `roles`"),
+    ("dataflow=grp", "no dataflow is named 'grp'", "did you mean 'grpo'?"),
+    ("dataflow=absent.yaml", "no dataflow file absent.yaml", "mend the path"),
+    ("roles.actor.optimizer.min_lr=1", "is above lr", "lower"),
+    (
+        "roles.actor.optimizer={lr: 1, schedule: cosine, warmup_steps: 5}",
+        "leaves nothing of the stage's 5 optimizer steps",
+        "lower",
+    ),
+    ("warm_start={steps: 2, prompts_per_step: 3, lr: 1}", "warm_start.prompts_per_step=3", "4"),
+    (
+        "warm_start={steps: 2, prompts_per_step: 2, lr: 1, train: absent.csv}",
+        "no data file absent.csv",
+        "mend the path",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "what", "fix"), SETTINGS)
+def test_one_setting_one_fault(workspace: Path, override: str, what: str, fix: str):
+    (workspace / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
+    (workspace / "broken.py").write_text("x = 1\ndef fn(:\n")
+    found = faults_of(override)
+    assert len(found) == 1, found
+    message, _, mending = found[0].partition(" Fix: ")
+    assert what in message and fix in mending, found
+
+
+def test_sglang_needs_heads_that_divide(workspace: Path):
+    overrides = ("roles.rollout.engine=sglang", f"roles.rollout.python={sys.executable}")
+    assert faults_of(*overrides) == []
+    found = faults_of(*overrides, "roles.rollout.parallel.tp=3", "cluster.devices_per_node=5")
+    assert len(found) == 1 and "tp=3 does not divide num_key_value_heads=2" in found[0]
+
+
+def test_roles_that_live_apart_need_more_devices(workspace: Path):
+    apart = ("roles.reference={parallel: {dp: 2}}", "cluster.devices_per_node=4")
+    assert "need 5 devices (actor 2 + reference 2 + rollout 1)" in faults_of(*apart)[0]
+    assert faults_of(*apart, "roles.rollout.colocate=actor") == []
+
+
+def test_a_column_that_no_row_has_is_one_fault_of_each_file(workspace: Path):
+    found = faults_of("data.prompt_column=promt")
+    assert [fault.split(" ")[2] for fault in found] == ["train.jsonl", "eval.jsonl"]
+    assert all("no column 'promt'. Fix: did you mean 'prompt'?" in fault for fault in found)
+
+
+def test_rewards_of_ones_own(workspace: Path):
+    (workspace / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
+    assert faults_of("roles.reward.function=mine.py:score") == []
+    assert faults_of("roles.reward.function=json.loads") == []
+
+
+def _set(key: str, value: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        config = {**CONFIG, key: value}
+        (model / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def _truncate(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _float64(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F64"'))
+
+
+def _index(weight_map: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        index = {"weight_map": weight_map}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def _lose_layer(model: Path) -> None:
+    write_weights(model, {**CONFIG, "num_hidden_layers": 3})
+
+
+MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda model: (model / "config.json").unlink(), "model holds no config.json"),
+    (lambda model: (model / "config.json").write_text("{"), "config.json: not valid JSON"),
+    (lambda model: (model / "config.json").write_text("[]"), "config.json: not a JSON object"),
+    (_set("hidden_size", "24"), "hidden_size must be positive"),
+    (_set("architectures", ["GPT2LMHeadModel"]), "no table for GPT2LMHeadModel"),
+    (_set("vocab_size", 50), "embed_tokens.weight is [40, 24], not [50, 24]"),
+    (lambda model: (model / "tokenizer.json").unlink(), "model holds no tokenizer"),
+    (lambda model: (model / "model.safetensors").unlink(), "holds no *.safetensors"),
+    (_truncate, "model.safetensors: truncated"),
+    (lambda model: (model / "model.safetensors").write_bytes(b"abc"), "header is not whole"),
+    (_float64, "weights of type F64"),
+    (_lose_layer, "tensors: model.layers.3."),
+    (_index({"a": "other.safetensors"}), "other.safetensors is missing"),
+    (_index({"a": "../train.jsonl"}), "outside the folder"),
+    (_index(3), "has no weight_map"),
+]
+
+
+@pytest.mark.parametrize(("change", "what"), MODELS)
+def test_model_folders_that_cannot_be_used(
+    workspace: Path, change: Callable[[Path], object], what: str
+):
+    change(workspace / "model")
+    found = faults_of()
+    assert len(found) == 1 and what in found[0], found
+
+
+DATA = [
+    (b'{"prompt": "a", "answer": "b"}\n{"prompt"\n', "train.jsonl:2: the line is not JSON"),
+    (b"\n\xff\n", "train.jsonl:2: the line is not UTF-8"),
+    (b"[1]\n", "train.jsonl:1: the line is not a JSON object"),
+    (b'{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', "train.jsonl:2: the row lacks 'answer'"),
+    (b"", "train.jsonl: the file holds no rows"),
+    (b"x\n" * 9, "train.jsonl: 4 more lines are wrong"),
+]
+
+
+@pytest.mark.parametrize(("content", "what"), DATA)
+def test_broken_data_names_the_line(workspace: Path, content: bytes, what: str):
+    (workspace / "train.jsonl").write_bytes(content)
+    found = faults_of("data.prompts_per_step=2", "roles.actor.parallel.dp=1")
+    assert any(what in fault for fault in found), found
+
+
+def test_other_formats(workspace: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt": ["a"] * 4, "answer": ["b"] * 4})
+    pyarrow.parquet.write_table(table, "t.parquet")
+    Path("t.csv").write_text("prompt,answer\n" + 'a,"b\nc"\n' * 4)
+    folder = workspace / "set"
+    folder.mkdir()
+    with (
+        pyarrow.OSFile("set/data.arrow", "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    for path in ("t.parquet", "t.csv", "set"):
+        assert faults_of(f"data.train={path}") == []
+        assert "has 4 rows" in faults_of(f"data.train={path}", "data.prompts_per_step=6")[0]
+        assert "no column 'q'" in faults_of(f"data.train={path}", "data.prompt_column=q")[0]
+    Path("t.parquet").write_bytes(b"PAR1 or not")
+    assert "not valid Parquet" in faults_of("data.train=t.parquet")[0]
+    assert "is no HuggingFace dataset" in faults_of("data.train=model")[0]
+    Path("t.csv").write_bytes(b"prompt,answer\n\xff,b\n")
+    assert "not UTF-8" in faults_of("data.train=t.csv")[0]
+
+
+def test_losses_need_their_inputs(workspace: Path):
+    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    for lost, needed in (
+        (" old_logprobs,", "lacks `old_logprobs`, which mini_batches * epochs > 1"),
+        (" ref_logprobs,", "lacks `ref_logprobs`, which algorithm.kl.coef > 0"),
+        (", advantages]\n    loss", "lacks `advantages`, which the loss 'ppo_clip'"),
+    ):
+        kept = "]\n    loss" if "loss" in lost else ""
+        Path("flow.yaml").write_text(grpo.replace(lost, kept))
+        found = faults_of("dataflow=flow.yaml", "roles.actor.epochs=2")
+        assert len(found) == 1 and needed in found[0], found
+        assert found[0].startswith("flow.yaml:9")
+
+
+def test_a_field_of_a_node_that_is_off(workspace: Path):
+    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    Path("flow.yaml").write_text(grpo.replace("out: [rewards]}", "out: [rewards], when: kl}"))
+    assert "off (when: kl)" in faults_of("dataflow=flow.yaml", "algorithm.kl.coef=0")[0]
+    Path("flow.yaml").write_text(grpo.replace("out: [rewards]}", "out: [rewards], every: 2}"))
+    assert "which runs every 2 only" in faults_of("dataflow=flow.yaml")[0]
+
+
+def test_supervised_steps_have_one_sample(workspace: Path):
+    found = faults_of("dataflow=sft", "evaluation=null")
+    assert len(found) == 1 and "set data.samples_per_prompt to 1" in found[0]
+    assert faults_of("dataflow=sft", "evaluation=null", "data.samples_per_prompt=1") == []
+
+
+def test_every_fault_at_once(workspace: Path):
+    text = Path("recipe.yaml").read_text().replace("dataflow: grpo", "dataflow: flow.yaml")
+    text = text.replace("steps: 5", "steps: 0").replace("dp: 2", "dp: 3, tp: 4")
+    Path("recipe.yaml").write_text(text.replace("lr: 1e-3", "lr: 1e-3, warmup: 3"))
+    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    grpo = grpo.replace("in: [rewards]", "in: [reward]").replace(
+        "role: reference", "role: refrence"
+    )
+    Path("flow.yaml").write_text(grpo)
+    Path("train.jsonl").write_text("nonsense\n")
+    (workspace / "model/tokenizer.json").unlink()
+    found = faults_of()
+    for part in (
+        "recipe.yaml:10: `steps`",
+        "recipe.yaml:12: unknown key 'warmup'",
+        "recipe.yaml:12: roles.actor: tp=4 does not divide num_attention_heads=6",
+        "prompts_per_step=4 does not divide over dp=3",
+        "recipe.yaml:3: the roles need 13 devices",
+        "recipe.yaml:2: model holds no tokenizer",
+        "train.jsonl:1: the line is not JSON",
+        "flow.yaml:8: node 'advantage' consumes 'reward'",
+        "flow.yaml:7: node 'ref' acts on the role 'refrence'",
+    ):
+        assert any(part in fault for fault in found), (part, found)
+
+
+def test_exit_codes_and_one_clear_line(workspace: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "recipe.yaml"]) == 0
+    assert capsys.readouterr().out == "recipe.yaml: ok, 5 steps of main on 3 device(s)\n"
+    assert main(["check", "recipe.yaml", "steps=0", "sed=1"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and errors[-1] == "recipe.yaml: 2 faults"
+    assert main(["explain", "recipe.yaml", "steps=0"]) == 2
+    assert "`steps` must be" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+
+
+def test_check_and_explain_import_no_torch(workspace: Path):
+    program = (
+        "import sys; from hybridflow.cli import main\n"
+        "codes = [main(['check', 'recipe.yaml']), main(['explain', 'recipe.yaml'])]\n"
+        "heavy = {'torch', 'ray', 'transformers', 'megatron', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(max(codes))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_copied_model_is_looked_at_again(workspace: Path):
+    assert faults_of() == []
+    shutil.rmtree(workspace / "model")
+    write_rows(workspace / "train.jsonl", 1)
+    assert len(faults_of()) == 2
