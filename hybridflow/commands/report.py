@@ -20,7 +20,7 @@ def add(subparsers: Any) -> None:
         metavar="PNG",
         help="also draw the reward curve into this file (needs matplotlib)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:

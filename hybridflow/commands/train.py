@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -23,19 +24,29 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run(args: argparse.Namespace) -> int:
     """Check, then train. Exit codes: 0, 1 (the run failed), 2 (the recipe), 130, 143."""
+    from hybridflow.recipe.checks import check
     from hybridflow.recipe.compile import compile_recipe
+    from hybridflow.recipe.faults import RecipeError
     from hybridflow.recipe.load import load_recipe
 
-    plan = compile_recipe(load_recipe(args.recipe, args.overrides))
+    recipe = load_recipe(args.recipe, args.overrides)
+    if faults := check(recipe):
+        raise RecipeError(faults)
+    plan = compile_recipe(recipe)
 
     from hybridflow.cluster import RaySession
     from hybridflow.dataflow.launch import LaunchOptions, Terminated, train
 
     options = LaunchOptions(resume=args.resume, live=False if args.plain else None)
     cluster = plan.recipe.cluster
-    session = RaySession(cluster.nodes, cluster.devices_per_node, address=args.address)
+
+    def open_session(logs: Path) -> RaySession:
+        return RaySession(
+            cluster.nodes, cluster.devices_per_node, address=args.address, log_dir=logs
+        )
+
     try:
-        train(plan, session, options)
+        train(plan, open_session, options)
     except Terminated:
         print("hybridflow train: ended by SIGTERM", file=sys.stderr)  # noqa: T201
         return 143

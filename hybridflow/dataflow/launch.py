@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +39,17 @@ class LaunchOptions:
 
 
 def train(
-    plan: Plan, session: Session, options: LaunchOptions, runner: Runner | None = None
+    plan: Plan,
+    open_session: Callable[[Path], Session],
+    options: LaunchOptions,
+    runner: Runner | None = None,
 ) -> Path:
-    """Run the plan in ``session``; returns the run's folder.
+    """Run the plan; returns the run's folder.
 
-    The session is closed here, whatever happens; the report is written even when the run fails.
+    ``open_session`` gets the folder for the workers' logs. The session is closed here, whatever
+    happens; the report is written even when the run fails.
     """
     with ExitStack() as stack:
-        stack.callback(session.close)
         stack.enter_context(_terminate_as_interrupt())
         tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
         feeds = _feeds(plan, tokenizer)
@@ -54,6 +57,7 @@ def train(
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         with _ending(folder, records):
+            session = stack.enter_context(open_session(folder.path / "logs"))
             team = Team(plan, session, plan.stages[0])
             stack.callback(team.close)
             runner = runner or _concurrent(stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,28 +35,19 @@ class ModelWorker:
     def __init__(
         self, rank: int, world: int, rendezvous: tuple[str, int], *, engine: EngineConfig
     ) -> None:
-        import torch.distributed as dist
+        with _setting_up:
+            _enter_process_group(rank, world, rendezvous)
+            from hybridflow.megatron.engine import Engine
 
-        from hybridflow.megatron.engine import Engine
-        from megatron_bridge.runtime import device
-
-        device.prepare()
-        host, port = rendezvous
-        dist.init_process_group(
-            device.backend(),
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=world,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+            self._engine = Engine(engine)
         self._rank = rank
         self._model_path = engine.model_path
-        self._engine = Engine(engine)
 
     @transfer(DATA_PARALLEL)
     def logprobs(self, batch: Batch, temperature: float) -> Batch | None:
         """Log-probabilities (tokens, float) of the responses at ``temperature``."""
-        logprobs_T = self._engine.logprobs(batch, temperature)
+        with _computing:
+            logprobs_T = self._engine.logprobs(batch, temperature)
         if logprobs_T is None:
             return None
         return Batch(
@@ -68,7 +60,8 @@ class ModelWorker:
     @transfer(DATA_PARALLEL)
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The optimizer steps of one training step; the same metrics on every rank."""
-        return self._engine.update(batch, loss)
+        with _computing:
+            return self._engine.update(batch, loss)
 
     @transfer(ONE_TO_ALL)
     def begin_stage(self, optimizer: OptimizerSettings) -> None:
@@ -107,11 +100,45 @@ class ModelWorker:
         self._engine.save_pretrained(Path(folder))
 
     def close(self) -> None:
-        """Leave the process group."""
-        import torch.distributed as dist
+        """Leave the process group; the last model of the process closes it."""
+        with _setting_up:
+            _leave_process_group()
 
-        from megatron_bridge.runtime import parallel
 
+_setting_up = threading.Lock()
+_computing = threading.Lock()
+"""Megatron keeps state of the forward pass in globals: one model of a process computes at a time.
+"""
+_members = 0
+"""Models of this process. A worker's process has one; a session in one process has them all."""
+
+
+def _enter_process_group(rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+    import torch.distributed as dist
+
+    from megatron_bridge.runtime import device
+
+    global _members
+    device.prepare()
+    if not dist.is_initialized():
+        host, port = rendezvous
+        dist.init_process_group(
+            device.backend(),
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    _members += 1
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist
+
+    from megatron_bridge.runtime import parallel
+
+    global _members
+    _members -= 1
+    if _members == 0:
         parallel.destroy()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()

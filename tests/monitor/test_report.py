@@ -155,7 +155,7 @@ def run_command(*words):
     parser = argparse.ArgumentParser()
     command.add(parser.add_subparsers())
     args = parser.parse_args(["report", *map(str, words)])
-    return args.run(args)
+    return args.func(args)
 
 
 def test_the_command_rebuilds_the_report_and_the_curve(tmp_path, capsys):
