@@ -1,12 +1,13 @@
 """Loads a HuggingFace checkpoint straight onto this rank's parameters."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_bridge import mappings, translation
-from megatron_bridge.checkpoint import Checkpoint
+from megatron_bridge.checkpoint import Checkpoint, load_hf_config
 from megatron_bridge.live_model import Origin, origin, parameters
 from megatron_bridge.registry import HfConfig, Match, architecture, head_dim, sizes
 from megatron_bridge.runtime import parallel
@@ -31,10 +32,29 @@ def load_weights(model: torch.nn.Module, folder: str | Path) -> None:
     made = origin(model)
     config = translation.resolve(made.hf_config)
     checkpoint = Checkpoint(folder)
+    _check_config(checkpoint, config)
     _check(checkpoint, config)
     with torch.no_grad():
         for match, parameter in parameters(model):
             parameter.copy_(_read(checkpoint, match, parameter, config, made))
+
+
+def _check_config(checkpoint: Checkpoint, config: HfConfig) -> None:
+    """Refuse weights of a model that computes something else with the same shapes."""
+    theirs = translation.resolve(load_hf_config(checkpoint.folder))
+    ours = _computation(config)
+    other = {k: v for k, v in _computation(theirs).items() if ours.get(k) != v}
+    if other:
+        raise ValueError(
+            f"{checkpoint.folder}/config.json differs from the config that the model was built "
+            f"with: it says {other}; build the model from this folder's config"
+        )
+
+
+def _computation(config: HfConfig) -> dict[str, Any]:
+    """What the config decides, apart from the weights' random start."""
+    arguments = translation.transformer_arguments(config) | translation.gpt_arguments(config)
+    return {k: v for k, v in arguments.items() if k != "init_method_std"}
 
 
 def _check(checkpoint: Checkpoint, config: HfConfig) -> None:

@@ -96,6 +96,20 @@ def test_a_folder_without_config_is_told(tmp_path):
         live.load_hf_config(tmp_path)
 
 
+def _load_other(folder: Path, **fields) -> str:
+    parallel.initialize(_ONE)
+    config = {**live.load_hf_config(folder), **fields}
+    model = live.build_model(config, _ONE, dtype=torch.float32)
+    with pytest.raises(ValueError) as error:
+        live.load_weights(model, folder)
+    return str(error.value)
+
+
+def test_weights_of_a_model_that_computes_something_else_are_refused(source):
+    (text,) = run_ranks(_load_other, 1, source, rms_norm_eps=1e-3)
+    assert "it says {'layernorm_epsilon': 1e-06}" in text
+
+
 def _refused_layouts() -> list[str]:
     parallel.initialize(ParallelLayout(tp=2))
     config = tiny.config("qwen3", num_key_value_heads=1).to_dict()

@@ -177,3 +177,30 @@ def test_llama_3_rope_scaling_equals_huggingface(layout, tmp_path):
     results = run_ranks(_compare, LAYOUTS[layout].world, folder, LAYOUTS[layout], reference)
     assert max(result.get("logits", 0.0) for result in results) < 1e-4
     assert results[0]["gradients"] < 1e-5
+
+
+def _bfloat16(folder: Path, layout: ParallelLayout, wanted: tiny.Reference) -> float:
+    from megatron.core import tensor_parallel
+
+    parallel.initialize(layout)
+    model = live.build_model(live.load_hf_config(folder), layout, dtype=torch.bfloat16)
+    live.load_weights(model, folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    worst = 0.0
+    for logits, want in zip(_run(model, tiny.packs(), train=False), wanted.logits, strict=False):
+        whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits.float())[0]
+        difference = (whole[:, : tiny.VOCABULARY] - want).norm() / want.norm()
+        worst = max(worst, difference.item())
+    return worst
+
+
+def test_bfloat16_stays_near_huggingfaces_float32(tmp_path):
+    model = tiny.model("qwen3")
+    folder, reference = tiny.save(model, tmp_path), tiny.reference(model)
+    with torch.no_grad():
+        theirs = model.bfloat16()(tiny.packs()[0][3][None, :-1]).logits[0].float()
+    start = sum(tiny.PACKS[0][:3])
+    want = reference.logits[0][start : start + len(theirs)]
+    rounding = ((theirs - want).norm() / want.norm()).item()
+    results = run_ranks(_bfloat16, 4, folder, LAYOUTS["tp2pp2"], reference)
+    assert 0 < max(results) < 2 * rounding
