@@ -54,7 +54,7 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"model.path: {path} has no tokenizer that loads: {error}") from error
 
 

@@ -1,6 +1,4 @@
-"""Tokenizers and settings for tests of the data."""
-
-from dataclasses import dataclass
+"""Tokenizers for tests of the data."""
 
 import pytest
 
@@ -10,15 +8,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-@dataclass
-class Settings:
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    chat: bool | None = None
-    system: str | None = None
-    max_prompt_tokens: int = 64
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridflow.data import load_dataset
-from tests.data.conftest import Settings
+from tests.data.settings import Settings
 
 
 @pytest.fixture

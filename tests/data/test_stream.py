@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridflow.assets.quickstart import character_tokenizer
 from hybridflow.data import PromptStream, load_dataset
-from tests.data.conftest import Settings
+from tests.data.settings import Settings
 
 ROWS = 11
 

@@ -1,0 +1,90 @@
+"""`hybridflow data`: samples and summary as a user reads them."""
+
+import argparse
+import io
+
+import pytest
+from rich.console import Console
+
+from hybridflow.assets import make_quickstart
+from hybridflow.commands import data as data_command
+from hybridflow.data import PromptStream, load_dataset
+from hybridflow.data.show import sample, summary, tokens
+from tests.data.settings import Settings
+
+RECIPE = """
+name: show
+model: {{path: {folder}}}
+cluster: {{devices_per_node: 2}}
+steps: 1
+data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, prompts_per_step: 2}}
+roles:
+  actor: {{optimizer: {{lr: 1e-6}}}}
+  rollout: {{engine: local, sampling: {{max_tokens: 4}}}}
+  reward: {{function: exact_match}}
+dataflow: grpo
+"""
+
+
+def text_of(renderable):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def dataset(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"prompt": "12+3=", "answer": "15"}\n'
+        '{"prompt": "1", "answer": "1"}\n'
+        '{"prompt": "123456789", "answer": "1"}\n'
+    )
+    return load_dataset(Settings(max_prompt_tokens=5), tokenizer, path)
+
+
+def test_tokens_show_pieces_ids_and_what_is_trained(dataset, tokenizer):
+    text = tokens(dataset.row(0), tokenizer)
+    assert text.plain == "1/4 2/5 +/13 3/6 =/15 1/4 5/8 <eos>/1"
+    trained = [text.plain[s.start : s.end].strip() for s in text.spans if "green" in str(s.style)]
+    assert trained == ["1/4", "5/8", "<eos>/1"]
+
+
+def test_a_sample_shows_text_answer_and_mask(dataset, tokenizer):
+    shown = text_of(sample(dataset.row(0), tokenizer, number=7))
+    for part in ("sample 7", "12+3=", "0 for 5 prompt tokens", "1 for 3 answer tokens"):
+        assert part in shown
+
+
+def test_the_summary_counts_what_is_left_out(dataset):
+    assert summary(dataset, 5).splitlines() == [
+        "3 rows, 2 prompts kept, 1 left out: longer than data.max_prompt_tokens=5",
+        "prompts have 1 to 5 tokens (half have at most 1, nine in ten at most 5)",
+        "answers have 2 to 3 tokens (half have at most 2, nine in ten at most 3), "
+        "the end of sequence included",
+    ]
+
+
+def run_data(*arguments):
+    parser = argparse.ArgumentParser()
+    data_command.add(parser.add_subparsers())
+    args = parser.parse_args(["data", *map(str, arguments)])
+    return args.func(args)
+
+
+def test_command_shows_the_first_rows_of_the_run(tmp_path, capsys, monkeypatch, tokenizer):
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = tmp_path / "quickstart"
+    make_quickstart(folder)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    assert run_data(recipe, "--rows", 2) == 0
+    shown = capsys.readouterr().out
+    training = load_dataset(Settings(), tokenizer, folder / "train.jsonl")
+    for row in PromptStream(training, seed=0).next(2):
+        assert row.prompt_text in shown
+    assert "9,500 rows" in shown and "500 rows" in shown and "6 tokens each" in shown
+    assert run_data(recipe, "data.answer_column=answers") == 2
+    assert "did you mean 'answer'" in capsys.readouterr().err
+    assert run_data(recipe, f"model.path={tmp_path}") == 2
+    assert "has no tokenizer that loads" in capsys.readouterr().err
