@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run `command` while `parent` lives; returns the command's exit status."""
+    """Run `command` while `parent` lives; returns its exit status (128 + n after signal n)."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_in_child)
     while child.poll() is None and os.getppid() == parent:
@@ -30,7 +30,8 @@ def main(parent: int, command: list[str]) -> int:
         if received is not None and received.si_signo != signal.SIGCHLD:
             break
     _end(child)
-    return child.wait()
+    status = child.wait()
+    return status if status >= 0 else 128 - status
 
 
 def _in_child() -> None:

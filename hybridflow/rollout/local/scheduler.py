@@ -108,10 +108,10 @@ class Scheduler:
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Serve until the process ends."""
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Serve until `until()` holds, asked between steps; by default for ever."""
         with torch.inference_mode():
-            while True:
+            while not until():
                 self._run_commands()
                 if not self.paused:
                     self._admit()
