@@ -286,7 +286,7 @@ REWARDS: dict[str, RewardEntry] = {
     ),
     "reasoning_gym": RewardEntry(
         "the score of reasoning-gym's own scorer for the row's task",
-        {"tag": Option("str", description="score only what stands within the last <tag>")},
+        {"tag": Option("str", description="score only what stands within the last `<tag>`")},
     ),
 }
 
