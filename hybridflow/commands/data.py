@@ -1,7 +1,6 @@
 """`hybridflow data RECIPE`: the samples as the model will see them."""
 
 import argparse
-import sys
 from typing import Any
 
 
@@ -20,17 +19,13 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the samples of every data file of the recipe; 0, or 2 when something is wrong."""
+    """Print samples of every data file of the recipe; ValueError when something is wrong."""
     from rich.console import Console
 
     from hybridflow.data.show import show_recipe
     from hybridflow.recipe.load import load_recipe
 
-    try:
-        if args.rows < 0:
-            raise ValueError(f"--rows is at least 0, not {args.rows}")
-        show_recipe(load_recipe(args.recipe, args.overrides), args.rows, Console())
-    except ValueError as error:
-        print(f"hybridflow data: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    if args.rows < 0:
+        raise ValueError(f"--rows is at least 0, not {args.rows}")
+    show_recipe(load_recipe(args.recipe, args.overrides), args.rows, Console())
     return 0

@@ -1,6 +1,5 @@
 """What `hybridflow make` makes: whole, the same each time, and loadable by transformers."""
 
-import argparse
 import json
 import shutil
 
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.assets import make_quickstart, make_reasoning_gym
 from hybridflow.assets.build import MANIFEST, make
-from hybridflow.commands import make as make_command
+from hybridflow.cli import main
 from hybridflow.data import load_dataset, read_table
 from hybridflow.rewards import REWARDS
 from tests.data.settings import Settings
@@ -129,10 +128,7 @@ def test_reasoning_gym_mistakes(tmp_path, options, message):
 
 
 def run_make(*arguments):
-    parser = argparse.ArgumentParser()
-    make_command.add(parser.add_subparsers())
-    args = parser.parse_args(["make", *map(str, arguments)])
-    return args.func(args)
+    return main(["make", *map(str, arguments)])
 
 
 def test_command_makes_once_and_reports_mistakes(tmp_path, capsys):

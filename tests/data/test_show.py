@@ -1,13 +1,12 @@
 """`hybridflow data`: samples and summary as a user reads them."""
 
-import argparse
 import io
 
 import pytest
 from rich.console import Console
 
 from hybridflow.assets import make_quickstart
-from hybridflow.commands import data as data_command
+from hybridflow.cli import main
 from hybridflow.data import PromptStream, load_dataset
 from hybridflow.data.show import sample, summary, tokens
 from tests.data.settings import Settings
@@ -30,6 +29,10 @@ def text_of(renderable):
     console = Console(file=io.StringIO(), width=100)
     console.print(renderable)
     return console.file.getvalue()
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -65,26 +68,19 @@ def test_the_summary_counts_what_is_left_out(dataset):
     ]
 
 
-def run_data(*arguments):
-    parser = argparse.ArgumentParser()
-    data_command.add(parser.add_subparsers())
-    args = parser.parse_args(["data", *map(str, arguments)])
-    return args.func(args)
-
-
 def test_command_shows_the_first_rows_of_the_run(tmp_path, capsys, monkeypatch, tokenizer):
     monkeypatch.setenv("COLUMNS", "100")
     folder = tmp_path / "quickstart"
     make_quickstart(folder)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
-    assert run_data(recipe, "--rows", 2) == 0
+    assert run("data", recipe, "--rows", 2) == 0
     shown = capsys.readouterr().out
     training = load_dataset(Settings(), tokenizer, folder / "train.jsonl")
     for row in PromptStream(training, seed=0).next(2):
         assert row.prompt_text in shown
     assert "9,500 rows" in shown and "500 rows" in shown and "6 tokens each" in shown
-    assert run_data(recipe, "data.answer_column=answers") == 2
+    assert run("data", recipe, "data.answer_column=answers") == 2
     assert "did you mean 'answer'" in capsys.readouterr().err
-    assert run_data(recipe, f"model.path={tmp_path}") == 2
+    assert run("data", recipe, f"model.path={tmp_path}") == 2
     assert "has no tokenizer that loads" in capsys.readouterr().err
