@@ -1,0 +1,20 @@
+"""What docs/rewards.md shows runs as it says."""
+
+import re
+from pathlib import Path
+
+from hybridflow.rewards import REWARDS, resolve
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_every_reward_is_listed():
+    assert set(re.findall(r"^\| `(\w+)` \| (?:1 |the )", TEXT, re.MULTILINE)) == set(REWARDS)
+
+
+def test_the_examples_run(tmp_path):
+    own, score = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(own)
+    function = resolve("my_rewards.py:ends_well", {"ending": "!"}, base=tmp_path)
+    assert function("p", "yes!", None, {}) == 1.0
+    exec(score, {})
