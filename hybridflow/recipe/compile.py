@@ -47,8 +47,14 @@ class Stage:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole stage."""
-        return self.steps * self.mini_batches * self.epochs
+        """Optimizer steps of the whole stage: those of every update that is due."""
+        updates = [node for node in self.graph.nodes if node.call == "update"]
+        runs = sum(
+            node.due(step, self.steps)
+            for node in updates
+            for step in range(1 + max(node.delay.values(), default=0), self.steps + 1)
+        )
+        return runs * self.mini_batches * self.epochs
 
     @property
     def off_policy(self) -> bool:

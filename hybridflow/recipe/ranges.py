@@ -33,8 +33,11 @@ def _betas(value: Any) -> Any:
     return [float(b) for b in value]
 
 
+_NAME = re.compile(r"[\w-][\w.-]*")
+
+
 def _run_name(value: Any) -> Any:
-    if not isinstance(value, str) or not value or "/" in value or "\\" in value or ".." in value:
+    if not isinstance(value, str) or not _NAME.fullmatch(value) or ".." in value:
         what = f"must be a name without slashes or '..', not {value!r}"
         raise Wrong(what, "use letters, digits, '-', '_' and '.'")
     return value

@@ -15,6 +15,8 @@ from hybridflow.recipe.load import load_recipe
 
 from .conftest import CONFIG, write_rows, write_weights
 
+ROOT = Path(__file__).parents[2]
+
 
 def faults_of(*overrides: str) -> list[str]:
     return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
@@ -40,6 +42,7 @@ SETTINGS = [
     ("roles.reference.parallel={dp: 4}", "colocated with 'actor' need 4", "no larger"),
     ("data.samples_per_prompt=1", "compares samples of a prompt", "2 or more"),
     ("data.eval=null", "no data to evaluate on", "data.eval"),
+    ("dataflow=mute.yaml", "checkpoint.every does nothing", "call: save"),
     ("data.train=absent.jsonl", "no data file absent.jsonl", "mend the path"),
     ("data.train=model/tokenizer.json", "none of .jsonl, .csv", "mend the file"),
     ("model.path=absent", "no model folder absent", "mend the path"),
@@ -77,6 +80,9 @@ SETTINGS = [
 def test_one_setting_one_fault(workspace: Path, override: str, what: str, fix: str):
     (workspace / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
     (workspace / "broken.py").write_text("x = 1\ndef fn(:\n")
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
+    mute = "".join(line for line in grpo.splitlines(True) if "call: save" not in line)
+    (workspace / "mute.yaml").write_text(mute)
     found = faults_of(override)
     assert len(found) == 1, found
     message, _, mending = found[0].partition(" Fix: ")
@@ -205,12 +211,14 @@ def test_other_formats(workspace: Path):
     Path("t.parquet").write_bytes(b"PAR1 or not")
     assert "not valid Parquet" in faults_of("data.train=t.parquet")[0]
     assert "is no HuggingFace dataset" in faults_of("data.train=model")[0]
+    Path("t.csv").write_text("prompt,answer\n" + "a,b\n" * 4 + "a,b,c\n")
+    assert "t.csv:6: 3 values for 2 columns" in faults_of("data.train=t.csv")[0]
     Path("t.csv").write_bytes(b"prompt,answer\n\xff,b\n")
     assert "not UTF-8" in faults_of("data.train=t.csv")[0]
 
 
 def test_losses_need_their_inputs(workspace: Path):
-    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     for lost, needed in (
         (" old_logprobs,", "lacks `old_logprobs`, which mini_batches * epochs > 1"),
         (" ref_logprobs,", "lacks `ref_logprobs`, which algorithm.kl.coef > 0"),
@@ -224,11 +232,26 @@ def test_losses_need_their_inputs(workspace: Path):
 
 
 def test_a_field_of_a_node_that_is_off(workspace: Path):
-    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     Path("flow.yaml").write_text(grpo.replace("out: [rewards]}", "out: [rewards], when: kl}"))
     assert "off (when: kl)" in faults_of("dataflow=flow.yaml", "algorithm.kl.coef=0")[0]
     Path("flow.yaml").write_text(grpo.replace("out: [rewards]}", "out: [rewards], every: 2}"))
     assert "which runs every 2 only" in faults_of("dataflow=flow.yaml")[0]
+
+
+def test_evaluation_needs_its_section_and_its_nodes(workspace: Path):
+    assert (
+        "no node of the dataflow evaluates"
+        in faults_of("dataflow=sft", "data.samples_per_prompt=1")[0]
+    )
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
+    Path("flow.yaml").write_text(grpo.replace("every: evaluation", "every: 1"))
+    found = faults_of("dataflow=flow.yaml", "evaluation=null")
+    assert len(found) == 2 and "no evaluation section" in found[0], found
+    Path("flow.yaml").write_text(
+        grpo.replace("out: [responses, ", "sampling: evaluation, out: [responses, ")
+    )
+    assert "samples training rows as evaluation" in faults_of("dataflow=flow.yaml")[0]
 
 
 def test_supervised_steps_have_one_sample(workspace: Path):
@@ -241,7 +264,7 @@ def test_every_fault_at_once(workspace: Path):
     text = Path("recipe.yaml").read_text().replace("dataflow: grpo", "dataflow: flow.yaml")
     text = text.replace("steps: 5", "steps: 0").replace("dp: 2", "dp: 3, tp: 4")
     Path("recipe.yaml").write_text(text.replace("lr: 1e-3", "lr: 1e-3, warmup: 3"))
-    grpo = (Path(__file__).parents[2] / "recipes/dataflows/grpo.yaml").read_text()
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     grpo = grpo.replace("in: [rewards]", "in: [reward]").replace(
         "role: reference", "role: refrence"
     )

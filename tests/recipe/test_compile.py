@@ -85,6 +85,13 @@ def test_stages(workspace: Path):
     assert (second.name, second.optimizer_steps, second.off_policy) == ("main", 10, True)
 
 
+def test_optimizer_steps_count_the_updates_that_are_due(workspace: Path):
+    text = (SHIPPED / "grpo.yaml").read_text()
+    Path("flow.yaml").write_text(text.replace("loss: ppo_clip", "loss: ppo_clip\n    every: 2"))
+    made = plan("dataflow=flow.yaml", "roles.actor.mini_batches=2")
+    assert made.stages[0].optimizer_steps == 6  # steps 2, 4 and 5, the last
+
+
 def test_batch_algebra(workspace: Path):
     made = plan(
         *("data.prompts_per_step=24", "data.samples_per_prompt=5", "roles.actor.mini_batches=3"),

@@ -68,11 +68,38 @@ def _supervised(node: Node) -> str | None:
 
 
 def evaluation_faults(context: Context) -> Iterator[Fault]:
-    """An evaluation section without data or without nodes that use it."""
+    """Evaluation without data, or nodes that evaluate without the section."""
     recipe = context.recipe
     if recipe.evaluation is not None and recipe.data.eval is None:
         what = "there is an evaluation section, but no data to evaluate on"
         yield context.fault("evaluation", what, "set data.eval, or remove `evaluation`")
+    for node in (node for stage in context.stages for node in stage.graph.nodes):
+        rows = {GRAPH_INPUTS[f].batch for f in node.inputs.values() if f in GRAPH_INPUTS}
+        evaluates = node.options.get("sampling") == "evaluation"
+        if evaluates and "train" in rows:
+            what = f"node '{node.name}' samples training rows as evaluation"
+            yield Fault(node.origin, what, "remove `sampling: evaluation`, or give it eval_prompts")
+        if recipe.evaluation is None and (evaluates or "eval" in rows):
+            what = f"node '{node.name}' evaluates, but the recipe has no evaluation section"
+            yield Fault(node.origin, what, "add `every: evaluation` to it, or the section")
+
+
+def section_faults(context: Context) -> Iterator[Fault]:
+    """Sections that no node heeds."""
+    recipe = context.recipe
+    if all(stage.name != "main" for stage in context.stages):
+        return  # its graph could not be read, which is a fault by itself
+    graphs = [stage.graph for stage in context.stages]
+    names = {field for graph in graphs for field in graph.inputs}
+    if recipe.evaluation is not None and not names & {"eval_prompts", "eval_answers"}:
+        what = "no node of the dataflow evaluates, so the evaluation section does nothing"
+        yield context.fault("evaluation", what, "remove it, or add nodes with `every: evaluation`")
+    calls = {node.call for graph in graphs for node in graph.nodes}
+    if recipe.checkpoint.every is not None and "save" not in calls:
+        what = "no node of the dataflow saves, so checkpoint.every does nothing"
+        yield context.fault(
+            "checkpoint.every", what, "remove it, or add a node `{role: actor, call: save}`"
+        )
 
 
 GRAPH_KEYS = (
@@ -84,5 +111,6 @@ CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
     Check(GRAPH_KEYS, update_faults),
     Check((*GRAPH_KEYS, "data.samples_per_prompt"), group_faults),
-    Check(("evaluation", "data.eval"), evaluation_faults),
+    Check((*GRAPH_KEYS, "evaluation", "data.eval"), evaluation_faults),
+    Check((*GRAPH_KEYS, "evaluation", "checkpoint"), section_faults),
 )

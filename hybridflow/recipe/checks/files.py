@@ -93,7 +93,13 @@ def _csv(path: Path) -> Found:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
-            return Found(sum(1 for row in reader if row), set(header))
+            found = Found(columns=set(header))
+            for row in filter(None, reader):
+                found.rows += 1
+                if len(row) != len(header) and len(found.problems) < SHOWN_PROBLEMS:
+                    what = f"{len(row)} values for {len(header)} columns"
+                    found.problems.append((reader.line_num, what))
+            return found
     except UnicodeDecodeError:
         return Found(problems=[(None, "the file is not UTF-8")])
     except csv.Error as error:

@@ -65,10 +65,11 @@ def schedule_faults(context: Context) -> Iterator[Fault]:
     for stage in context.stages:
         prefix = "warm_start" if stage.name == "warm_start" else "roles.actor.optimizer"
         optimizer = stage.optimizer
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= stage.optimizer_steps:
+        taken = stage.optimizer_steps
+        if taken and optimizer.schedule != "constant" and optimizer.warmup_steps >= taken:
             what = (
                 f"{prefix}.warmup_steps={optimizer.warmup_steps} leaves nothing of the stage's "
-                f"{stage.optimizer_steps} optimizer steps for the schedule"
+                f"{taken} optimizer steps for the schedule"
             )
             yield context.fault(f"{prefix}.warmup_steps", what, "lower it")
         if optimizer.min_lr > optimizer.lr:
