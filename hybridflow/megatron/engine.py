@@ -57,6 +57,7 @@ class Engine:
         """New optimizer state and a learning-rate schedule from its start, same weights."""
         if not isinstance(self._model, DistributedDataParallel):
             raise ValueError(_UNTRAINABLE)
+        self._optimizer = None  # its state goes before the next one's is made
         self._optimizer = ModelOptimizer(self._model, optimizer)
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged | None:

@@ -11,8 +11,6 @@ from torch import Tensor
 from hybridflow.megatron.config import OptimizerSettings
 from hybridflow.megatron.schedule import learning_rate
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class ModelOptimizer:
     """Optimizer steps, counted from 0, over a data-parallel model.
@@ -79,28 +77,38 @@ class ModelOptimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer by ``kind/parameter name``: both moments, Adam's step
-        counter and, beside 16-bit parameters, their 32-bit originals."""
+        counter and, beside 16-bit parameters, their 32-bit originals.
+
+        Some implementations of Adam count steps once a group: ``step/group 0`` and so on.
+        """
         tensors: dict[str, Tensor] = {}
         for name, parameter, main in self._parameters():
             if main is not parameter:
                 tensors[f"main/{name}"] = main.data
             for kind, value in self._optimizer.optimizer.state.get(main, {}).items():
                 tensors[f"{kind}/{name}"] = value
+        for place, group in enumerate(self._optimizer.param_groups):
+            if "step" in group:
+                tensors[f"step/group {place}"] = torch.tensor(int(group["step"]))
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor], steps: int) -> None:
         """Takes what ``state`` gave; copies, so that parameters share nothing with ``tensors``."""
         self.steps = steps
-        state = self._optimizer.optimizer.state
+        kinds_of: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, name = key.split("/", 1)
+            kinds_of.setdefault(name, {})[kind] = tensor
         for name, parameter, main in self._parameters():
+            found = kinds_of.get(name, {})
             if main is not parameter:
-                main.data.copy_(tensors[f"main/{name}"])
-            kinds = [key.split("/", 1)[0] for key in tensors if key.split("/", 1)[1] == name]
-            state[main] = {
-                kind: tensors[f"{kind}/{name}"].to(main.device, copy=True)
-                for kind in kinds
-                if kind != "main"
+                main.data.copy_(found.pop("main"))
+            self._optimizer.optimizer.state[main] = {
+                kind: tensor.to(main.device, copy=True) for kind, tensor in found.items()
             }
+        for place, group in enumerate(self._optimizer.param_groups):
+            if f"group {place}" in kinds_of:
+                group["step"] = int(kinds_of[f"group {place}"]["step"])
 
     def _parameters(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, parameter, and what the optimizer moves in its place."""
