@@ -116,6 +116,13 @@ class Server:
                 f"{status}. The end of {self.log_path}:\n{self.log_tail()}"
             )
 
+    def check_soon(self, seconds: float = 3.0) -> None:
+        """As `check`, giving a process that may be ending `seconds` to do so."""
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.check()
+
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines that this server wrote."""
         if not self.log_path.is_file():

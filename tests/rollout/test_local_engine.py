@@ -31,6 +31,18 @@ CASES = [
             }
         },
     ),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}),
+    (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            }
+        },
+    ),
     ("qwen2", {}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3", {"num_key_value_heads": 4}),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridflow.rollout.local.weights import empty_parameters, load_into
 from hybridflow.weight_sync.layout import geometry
@@ -21,36 +21,36 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class KVCache:
-    """Keys and values of running rows: two tensors [layers, rows, tokens, G, D] that grow."""
+    """Keys and values of running rows: two tensors [layers, rows, G, tokens, D] that grow."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._shape = (layers, 0, 0, kv_heads, head_dim)
+        self._shape = (layers, 0, kv_heads, 0, head_dim)
         self.keys = torch.empty(self._shape, dtype=dtype)
         self.values = torch.empty(self._shape, dtype=dtype)
 
     def reserve(self, rows: int, tokens: int, used_rows: int) -> None:
         """Make room for `rows` x `tokens`; the first `used_rows` rows keep what they hold."""
-        _, have_rows, have_tokens, *_ = self.keys.shape
+        layers, have_rows, kv_heads, have_tokens, head_dim = self.keys.shape
         if rows <= have_rows and tokens <= have_tokens:
             return
         rows, tokens = max(rows, have_rows), max(_round_up(tokens, 64), have_tokens)
-        shape = (self._shape[0], rows, tokens, *self._shape[3:])
+        shape = (layers, rows, kv_heads, tokens, head_dim)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = torch.zeros(shape, dtype=old.dtype)
-            new[:, :used_rows, :have_tokens] = old[:, :used_rows]
+            new[:, :used_rows, :, :have_tokens] = old[:, :used_rows]
             setattr(self, name, new)
 
     def fill(self, row_B: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put prefilled keys and values [layers, B, T, G, D] at the start of the rows `row_B`."""
-        tokens = keys.shape[2]
-        self.keys[:, row_B, :tokens] = keys
-        self.values[:, row_B, :tokens] = values
+        """Put prefilled keys and values [layers, B, G, T, D] at the start of the rows `row_B`."""
+        tokens = keys.shape[3]
+        self.keys[:, row_B, :, :tokens] = keys
+        self.values[:, row_B, :, :tokens] = values
 
     def move(self, source_B: torch.Tensor, target_B: torch.Tensor, tokens: int) -> None:
         """Copy the first `tokens` tokens of rows `source_B` over rows `target_B`."""
         for cache in (self.keys, self.values):
-            cache[:, target_B, :tokens] = cache[:, source_B, :tokens]
+            cache[:, target_B, :, :tokens] = cache[:, source_B, :, :tokens]
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -100,21 +100,21 @@ class Decoder:
         """Run right-padded prompts; causal attention keeps padding out of every real token.
 
         Returns the logits [B, V] (float32) after each prompt's last token, and the keys and
-        values [layers, B, T, G, D], whose padded places hold values that decoding overwrites.
+        values [layers, B, G, T, D], whose padded places hold values that decoding overwrites.
         """
         g = self.geometry
         rows, tokens = ids_BT.shape
         x = F.embedding(ids_BT, self._embedding)
         cos, sin = self.rotary.rows(torch.arange(tokens))
-        shape = (g.layers, rows, tokens, g.kv_heads, g.head_dim)
+        shape = (g.layers, rows, g.kv_heads, tokens, g.head_dim)
         keys, values = torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.qkv(x, cos[:, None], sin[:, None])
-            keys[index], values[index] = k, v
+            keys[index], values[index] = k.transpose(1, 2), v.transpose(1, 2)
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
+                keys[index],
+                values[index],
                 is_causal=True,
                 enable_gqa=g.heads != g.kv_heads,
             )
@@ -135,28 +135,27 @@ class Decoder:
         x = F.embedding(token_B, self._embedding)
         cos, sin = self.rotary.rows(position_B)
         cos, sin = cos[:, None], sin[:, None]
-        shortest = int(position_B.min())
-        mask = None
-        if shortest + 1 != length:
-            hidden = torch.arange(length) > position_B[:, None]
-            mask = torch.zeros(rows, 1, 1, length, dtype=self.dtype)
-            mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        even = int(position_B.min()) + 1 == length
+        mask = None if even else self._mask(position_B, length)
         row_B = torch.arange(rows)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.qkv(x, cos, sin)
             keys, values = cache.keys[index], cache.values[index]
-            if mask is None:
-                keys[:rows, shortest], values[:rows, shortest] = k, v
+            if even:
+                keys[:rows, :, length - 1], values[:rows, :, length - 1] = k, v
             else:
-                keys[row_B, position_B], values[row_B, position_B] = k, v
-            out = F.scaled_dot_product_attention(
-                q.view(rows, g.kv_heads, g.heads // g.kv_heads, g.head_dim),
-                keys[:rows, :length].transpose(1, 2),
-                values[:rows, :length].transpose(1, 2),
-                attn_mask=mask,
-            )
+                keys[row_B, :, position_B], values[row_B, :, position_B] = k, v
+            q = q.view(rows, g.kv_heads, g.heads // g.kv_heads, g.head_dim)
+            out = _attend(q, keys[:rows, :, :length], values[:rows, :, :length], mask)
             x = layer.finish(x, out.reshape(rows, -1))
         return self._logits(x)
+
+    def _mask(self, position_B: torch.Tensor, length: int) -> torch.Tensor:
+        """[B, G, 1, L]: 0 where a row has a token, -inf beyond its position."""
+        hidden = torch.arange(length) > position_B[:, None]
+        mask = torch.zeros(len(position_B), 1, 1, length, dtype=self.dtype)
+        mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        return mask.expand(-1, self.geometry.kv_heads, -1, -1)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(rms_norm(x, self._final_norm, self.eps), self._head).float()
@@ -209,16 +208,15 @@ class _RotaryTable:
     """
 
     def __init__(self, hf_config, dtype: torch.dtype) -> None:
-        self._embedding = LlamaRotaryEmbedding(hf_config)
+        self._frequencies, self._scale = _inverse_frequencies(hf_config)
         self._dtype = dtype
         self._make(256)
 
     def _make(self, positions: int) -> None:
-        x = torch.empty(1, dtype=torch.float32)
-        cos, sin = self._embedding(x, torch.arange(positions)[None])
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        self._cos, self._sin = cos[0].to(self._dtype), sin[0].to(self._dtype)
+        angles = torch.arange(positions).float()[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        self._cos = torch.cat([cos, cos], -1).to(self._dtype)
+        self._sin = torch.cat([-sin, sin], -1).to(self._dtype)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [len(positions), D]."""
@@ -228,12 +226,46 @@ class _RotaryTable:
         return self._cos[positions], self._sin[positions]
 
 
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One query token per row: q [B, G, H/G, D] over k and v [B, G, L, D].
+
+    In float32 two batched products are twice as quick as the fused kernel for so short a query;
+    below that the fused kernel keeps its scores in float32.
+    """
+    if q.dtype != torch.float32:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    rows, kv_heads, group, size = q.shape
+    batch, length = rows * kv_heads, k.shape[2]
+    bias = q.new_zeros(1) if mask is None else mask.reshape(batch, 1, length)
+    scores = torch.baddbmm(
+        bias.expand(batch, group, length),
+        q.reshape(batch, group, size),
+        k.flatten(0, 1).transpose(1, 2),
+        beta=0 if mask is None else 1,
+        alpha=size**-0.5,
+    )
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last axis, its scale computed in float32."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
     return (wide * scale).to(x.dtype) * weight
+
+
+def _inverse_frequencies(hf_config) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies [D/2], and the factor on cos and sin, by transformers' own rules."""
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config)
+    size = getattr(hf_config, "head_dim", None)
+    size = size or hf_config.hidden_size // hf_config.num_attention_heads
+    steps = torch.arange(0, size, 2, dtype=torch.float32) / size
+    return 1.0 / (rope["rope_theta"] ** steps), 1.0
 
 
 def eos_ids(folder: str | Path) -> frozenset[int]:
@@ -247,10 +279,12 @@ def eos_ids(folder: str | Path) -> frozenset[int]:
 
 
 def _check_supported(hf_config) -> None:
-    rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = hf_config.rope_parameters
     faults = []
-    if rope not in _ROPE_TYPES:
-        faults.append(f"rope type {rope!r} (known: {', '.join(_ROPE_TYPES)})")
+    if rope["rope_type"] not in _ROPE_TYPES:
+        faults.append(f"rope type {rope['rope_type']!r} (known: {', '.join(_ROPE_TYPES)})")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        faults.append("partial_rotary_factor")
     if getattr(hf_config, "use_sliding_window", False):
         faults.append("use_sliding_window")
     if hf_config.hidden_act != "silu":
