@@ -150,6 +150,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (lambda model: (model / "config.json").write_text("[]"), "config.json: not a JSON object"),
     (_set("hidden_size", "24"), "hidden_size must be positive"),
     (_set("architectures", ["GPT2LMHeadModel"]), "no table for GPT2LMHeadModel"),
+    (_set("hidden_act", "gelu"), "config.json: hidden_act='gelu' is not supported"),
     (_set("vocab_size", 50), "embed_tokens.weight is [40, 24], not [50, 24]"),
     (lambda model: (model / "tokenizer.json").unlink(), "model holds no tokenizer"),
     (lambda model: (model / "model.safetensors").unlink(), "holds no *.safetensors"),

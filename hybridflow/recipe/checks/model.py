@@ -32,6 +32,7 @@ def folder_faults(context: Context) -> Iterator[Fault]:
 
 def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
     from megatron_bridge.registry import architecture
+    from megatron_bridge.translation import problems, resolve
 
     if not path.is_file():
         what = f"{path.parent} holds no config.json"
@@ -54,7 +55,11 @@ def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
     except ValueError as error:
         yield context.fault("model.path", str(error), "choose a model of a known architecture")
         return
-    yield from _tensor_faults(context, path.parent, table.tensors(config))
+    if unsupported := problems(config):
+        for problem in unsupported:
+            yield Fault(str(path), problem, "choose a model that the bridge can build")
+        return
+    yield from _tensor_faults(context, path.parent, table.tensors(resolve(config)))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -69,6 +74,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return []
 
 
+def _inside(path: Path, folder: Path) -> bool:
+    """Whether an index's file is in the folder itself; it may be a link into a cache."""
+    return path.parent.resolve() == folder.resolve()
+
+
 def _weight_faults(context: Context, folder: Path) -> Iterator[Fault]:
     files = _weight_files(folder)
     if not files:
@@ -76,7 +86,7 @@ def _weight_faults(context: Context, folder: Path) -> Iterator[Fault]:
         what = f"{INDEX} has no weight_map" if broken else f"{folder} holds no *.safetensors"
         yield context.fault("model.path", what, "save the model with safe_serialization")
     for path in files:
-        if path.parent.resolve() != folder.resolve():
+        if not _inside(path, folder):
             yield Fault(str(folder / INDEX), f"'{path}' is outside the folder", "mend the index")
         elif not path.is_file():
             yield Fault(str(folder / INDEX), f"{path.name} is missing", "copy the whole model")
@@ -95,7 +105,7 @@ def _cached_header(path: Path, size: int, changed: int) -> tuple[dict[str, Any],
     try:
         header = json.loads(raw)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
         types = {entry["dtype"] for entry in tensors.values()}
         _ = [tuple(entry["shape"]) for entry in tensors.values()]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
@@ -117,7 +127,7 @@ def _tensor_faults(
     context: Context, folder: Path, wanted: dict[str, tuple[int, ...]]
 ) -> Iterator[Fault]:
     """Tensors of the architecture that the files lack or hold in another shape."""
-    files = [path for path in _weight_files(folder) if path.is_file()]
+    files = [path for path in _weight_files(folder) if path.is_file() and _inside(path, folder)]
     headers = [read_header(path) for path in files]
     if not files or any(problem for _, problem in headers):
         return
