@@ -21,13 +21,26 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed arguments; ``key=value`` may also stand after an option (argparse takes only those
+    before it)."""
+    root = parser()
+    args, rest = root.parse_known_args(arguments)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong or (rest and not hasattr(args, "overrides")):
+        root.error(f"unrecognized arguments: {' '.join(wrong or rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
         The exit status: 0 done, 2 the user's mistake (printed as one message), 130 interrupted.
     """
-    args = parser().parse_args(arguments)
+    args = _parse(arguments)
     try:
         return args.func(args)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -101,7 +102,10 @@ class Server:
 
     def client(self, timeout: float | None = None) -> RolloutClient:
         """A client of this server; `timeout` defaults to the config's request_timeout."""
-        return RolloutClient(self.url, self.config.token, timeout or self.config.request_timeout)
+        config = self.config
+        model = json.loads((Path(config.model_path) / "config.json").read_text())
+        deadline = timeout or config.request_timeout
+        return RolloutClient(self.url, config.token, deadline, model["vocab_size"])
 
     def alive(self) -> bool:
         """Whether the process runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import torch
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster.transfer import DATA_PARALLEL, ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
+from hybridflow.rollout.client import RolloutError
 from hybridflow.rollout.launch import start_server
 from hybridflow.rollout.protocol import Sample, Sampling
 from hybridflow.weight_sync import PublishReport, publish
@@ -49,14 +52,25 @@ class RolloutWorker:
             return _batch([], 0, samples)
         self._server.check()
         prompts = [row.tolist() for row in batch["prompts"].rows()]
-        groups = self._client.generate(prompts, samples, self._seeded(sampling))
+        with self._blaming_a_dead_server():
+            groups = self._client.generate(prompts, samples, self._seeded(sampling))
         return _batch([sample for group in groups for sample in group], len(prompts), samples)
 
     @transfer(ONE_TO_ALL)
     def publish(self, folder: str, version: int, checksum: str) -> PublishReport:
         """Load a written version, prove it by checksum, then serve it."""
         self._server.check()
-        return publish(self._client, folder, version, checksum)
+        with self._blaming_a_dead_server():
+            return publish(self._client, folder, version, checksum)
+
+    @contextmanager
+    def _blaming_a_dead_server(self) -> Iterator[None]:
+        """A lost connection's cause: the server's end, with the tail of its log."""
+        try:
+            yield
+        except RolloutError:
+            self._server.check_soon()
+            raise
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         """Another seed on each server, so that no two draw the same numbers."""

@@ -1,0 +1,85 @@
+"""A run that loses a process ends with the cause first, and leaves no orphan."""
+
+import signal
+
+import pytest
+
+from hybridflow.monitor import read_metrics
+from tests.dataflow.commands import TrainCommand
+
+pytestmark = pytest.mark.slow
+DP2 = "roles.actor.parallel.dp=2"
+
+
+@pytest.fixture
+def running(recipe_file, tmp_path):
+    """A long run that has made steps."""
+    run = TrainCommand(recipe_file, DP2, "steps=2000", "checkpoint.every=3")
+    folder = tmp_path / "run"
+    run.wait_for("a checkpoint", lambda: bool(list(folder.glob("checkpoints/step-??????"))))
+    run.wait_for("step of the main stage", lambda: len(read_metrics(folder)) > 3)
+    yield run
+    run.end()
+
+
+def recorded(tmp_path) -> int:
+    return len(read_metrics(tmp_path / "run"))
+
+
+def test_sigterm(running, tmp_path) -> None:
+    before = recorded(tmp_path)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output
+    assert not running.left_over()
+    assert recorded(tmp_path) >= before
+
+
+def test_a_killed_rollout_server(running) -> None:
+    (server, *_) = running.processes("hybridflow.rollout.local")
+    server.kill()
+    assert running.wait() == 1
+    assert "rollout rank 0" in running.output, running.output
+    assert not running.left_over()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_actor_rank(running, number) -> None:
+    (rank, *_) = running.processes("ModelWorker") or running.processes("actor")
+    rank.send_signal(number)
+    assert running.wait() == 1
+    assert "actor rank" in running.output and "died" in running.output, running.output
+    assert not running.left_over()
+
+
+def test_a_killed_driver_leaves_nothing(running) -> None:
+    running.process.kill()
+    running.wait()
+    assert not running.left_over(seconds=120)
+
+
+def test_a_hanging_reward_ends_at_its_deadline(recipe_file, tmp_path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import time\n\ndef sleepy(prompt, response, answer, row):\n    time.sleep(3600)\n"
+    )
+    run = TrainCommand(
+        recipe_file,
+        f"roles.reward.function={path}:sleepy",
+        "roles.reward.timeout_seconds=5",
+        "warm_start=null",
+    )
+    assert run.wait() == 1
+    assert "sleepy" in run.output and "5 s" in run.output, run.output
+    assert not run.left_over()
+
+
+def test_two_runs_beside_each_other(recipe_file, tmp_path) -> None:
+    one = TrainCommand(recipe_file, f"output={tmp_path}/one")
+    two = TrainCommand(recipe_file, f"output={tmp_path}/two")
+    assert one.wait() == 0, one.output
+    assert two.wait() == 0, two.output
+    rewards = [
+        [row["metrics"].get("reward/mean") for row in read_metrics(tmp_path / name)]
+        for name in ("one", "two")
+    ]
+    assert rewards[0] == rewards[1]
