@@ -28,6 +28,9 @@ SETTLE_SECONDS = 2.0
 """After a rank's exception: how long the cause may take to show up at another rank, since a
 process that dies makes its peers' collectives raise before its own end is noticed."""
 
+CLOSE_SECONDS = 10.0
+"""How long a healthy group's workers may take to close before their processes are ended."""
+
 
 class Ranks(Protocol):
     """How a group reaches its processes (or threads). ``Pending`` is an answer to come."""
@@ -98,6 +101,7 @@ class WorkerGroup:
         self._turns = itertools.count()
         self._lock = threading.Lock()  # calls reach all ranks in one order
         self._broken: ClusterError | None = None
+        self._stopping: dict[int, Any] = {}
         self._breaking = threading.Lock()
         self._waiters = ThreadPoolExecutor(waiters, thread_name_prefix=f"wait-{role}")
         pending = {rank: ranks.start(rank) for rank in range(self.world)}
@@ -216,13 +220,18 @@ class WorkerGroup:
                 self._ranks.kill()
             return copy.copy(self._broken)
 
-    def close(self, seconds: float = 10.0) -> None:
+    def begin_close(self) -> None:
+        """Queues each worker's ``close`` behind its calls, without waiting."""
+        with self._lock:
+            if self._broken is None and not self._stopping:
+                self._stopping = {rank: self._ranks.stop(rank) for rank in range(self.world)}
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Lets each worker's ``close`` run for up to ``seconds``, then ends the processes; calls
         still on their way raise ``GroupClosed``. Raises ``WorkerError``, with everything ended,
         when a worker's ``close`` raised. Safe to call again."""
-        with self._lock:
-            healthy = self._broken is None
-            stopping = {r: self._ranks.stop(r) for r in range(self.world)} if healthy else {}
+        self.begin_close()
+        stopping, self._stopping = self._stopping, {}
         done = self._ranks.wait(list(stopping.values()), seconds, True) if stopping else []
         outcomes = {r: self._ranks.outcome(p) for r, p in stopping.items() if p in done}
         self._break(GroupClosed(self.role))

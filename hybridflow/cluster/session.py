@@ -1,10 +1,11 @@
 """What a session offers, whether it runs on Ray or in this process."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import CLOSE_SECONDS, WorkerGroup
 from megatron_bridge.layout import ParallelLayout
 
 
@@ -78,13 +79,16 @@ class GroupRegister:
         return group
 
     def close(self) -> list[Exception]:
-        """Closes every group, the newest first; what went wrong is returned, so that the rest of
-        a session can be closed before it is raised."""
+        """Closes every group, all within one deadline; what went wrong is returned, so that the
+        rest of a session can be closed before it is raised."""
         problems: list[Exception] = []
+        for group in self._groups.values():
+            group.begin_close()
+        deadline = time.monotonic() + CLOSE_SECONDS
         while self._groups:
             _, group = self._groups.popitem()
             try:
-                group.close()
+                group.close(max(0.1, deadline - time.monotonic()))
             except Exception as error:  # noqa: BLE001 - raised by the session after the clean-up
                 problems.append(error)
         return problems

@@ -1,0 +1,44 @@
+"""What is left when a driver is interrupted or killed: nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridflow.cluster import processes
+
+ROOT = Path(__file__).parents[2]
+
+
+def _start() -> tuple[subprocess.Popen[str], str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.cluster.driver"]
+    driver = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    return driver, driver.stdout.readline().strip()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
+def test_no_process_outlives_its_driver(number: signal.Signals) -> None:
+    driver, mark = _start()
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert len(processes.marked(mark)) == 2, "the worker and its child"
+    if number == signal.SIGKILL:
+        # Ray ends what it started. A worker's own child must watch its parent, as servers do.
+        family = [process for process in family if "time.sleep" not in " ".join(process.cmdline())]
+    assert len(family) > 2
+    driver.send_signal(number)
+    driver.communicate(timeout=120)
+    assert driver.returncode != 0
+    _, left = psutil.wait_procs(family, timeout=200)  # Ray's agents take their time
+    try:
+        assert left == []
+        assert number == signal.SIGKILL or processes.marked(mark) == []
+    finally:
+        processes.end_marked(mark, patience=0.0)
