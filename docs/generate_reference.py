@@ -10,11 +10,11 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from hybridflow.recipe import catalogue
-from hybridflow.recipe.catalogue import Option, Signature
 from hybridflow.recipe.graph_load import NODE_KEYS
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_roles import RewardSection, RolesSection
 from hybridflow.recipe.section import Section
+from hybridflow.recipe.signature import Option, Signature
 from hybridflow.recipe.source import to_yaml
 
 FOLDER = Path(__file__).parent / "reference"

@@ -5,75 +5,10 @@ A test binds every entry to its implementation, so this table and the code canno
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hybridflow.recipe.axes import Axis, Dtype, FieldType
-
-RoleKind = Literal["model", "rollout", "reward"]
-
-
-@dataclass(frozen=True)
-class Input:
-    """A parameter that takes a field of any of ``types``."""
-
-    types: tuple[FieldType, ...]
-    optional: bool = False
-    description: str = ""
-
-    def accepts(self, given: FieldType) -> bool:
-        """Whether axis and element type fit; descriptions do not matter."""
-        return any((t.axis, t.dtype) == (given.axis, given.dtype) for t in self.types)
-
-
-@dataclass(frozen=True)
-class Option:
-    """A further key of a node or a parameter of a reward."""
-
-    dtype: Literal["str", "int", "float", "bool", "list of float"]
-    default: Any = None
-    required: bool = False
-    choices: tuple[str, ...] = ()
-    description: str = ""
-
-    def problem(self, value: Any) -> str | None:
-        """Why ``value`` does not fit, or None; null fits where it is the default."""
-        if value is None and self.default is None and not self.required:
-            return None
-        if not _fits(self.dtype, value):
-            return f"must be {self.dtype}, not {value!r}"
-        if self.choices and value not in self.choices:
-            return f"must be one of {', '.join(self.choices)}, not {value!r}"
-        return None
-
-
-def _fits(dtype: str, value: Any) -> bool:
-    if dtype == "list of float":
-        return isinstance(value, list) and bool(value) and all(_fits("float", v) for v in value)
-    if isinstance(value, bool):
-        return dtype == "bool"
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-    return isinstance(value, kinds.get(dtype, ()))
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a call or a function takes, gives and can be told.
-
-    Attributes:
-        description: one sentence.
-        inputs: parameter -> what it takes.
-        outputs: output -> its type; a node may name any subset of them.
-        options: further keys that a node of this signature may have.
-        trainable: only the role that is trained (the actor) offers the call.
-        fresh_batch: the outputs form a batch of their own (rows were chosen anew).
-    """
-
-    description: str
-    inputs: Mapping[str, Input] = field(default_factory=dict)
-    outputs: Mapping[str, FieldType] = field(default_factory=dict)
-    options: Mapping[str, Option] = field(default_factory=dict)
-    trainable: bool = False
-    fresh_batch: bool = False
+from hybridflow.recipe.signature import Input, Option, RoleKind, Signature
 
 
 @dataclass(frozen=True)

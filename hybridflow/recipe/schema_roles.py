@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridflow.recipe.catalogue import RoleKind
 from hybridflow.recipe.ranges import Count, FunctionPath, Positive, Text, TopK
 from hybridflow.recipe.section import OptimizerSection, Section
+from hybridflow.recipe.signature import RoleKind
 from megatron_bridge.layout import ParallelLayout
 
 
