@@ -18,7 +18,8 @@ MARK = "HYBRIDFLOW_TEST_RUN"
 class TrainCommand:
     """A run in a child process; ``left_over`` finds whatever it leaves behind."""
 
-    def __init__(self, recipe: Path, *arguments: str) -> None:
+    def __init__(self, recipe: Path, *arguments: str, deadline: float = DEADLINE) -> None:
+        self.deadline = deadline
         self.mark = uuid.uuid4().hex
         command = [sys.executable, "-m", "hybridflow.cli", "train", str(recipe), *arguments]
         self.process = subprocess.Popen(
@@ -35,10 +36,10 @@ class TrainCommand:
     def wait(self) -> int:
         """Exit code; a run that does not end within the deadline is a failure with its output."""
         try:
-            self.output, _ = self.process.communicate(timeout=DEADLINE)
+            self.output, _ = self.process.communicate(timeout=self.deadline)
         except subprocess.TimeoutExpired:
             self.end()
-            raise AssertionError(f"no end within {DEADLINE:.0f} s:\n{self.output}") from None
+            raise AssertionError(f"no end within {self.deadline:.0f} s:\n{self.output}") from None
         return self.process.returncode
 
     def wait_for(self, what: str, reached: Callable[[], bool]) -> None:
