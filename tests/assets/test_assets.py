@@ -148,3 +148,13 @@ def test_made_data_loads_with_the_made_tokenizer(quickstart):
     dataset = load_dataset(Settings(), tokenizer, quickstart / "eval.jsonl")
     assert set(dataset.prompts.lengths.tolist()) == {6}
     assert set(dataset.answers.lengths.tolist()) == {4}
+
+
+def test_an_older_revision_is_made_anew(quickstart, tmp_path):
+    folder = tmp_path / "quickstart"
+    shutil.copytree(quickstart, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["options"]["revision"] = 1
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert make_quickstart(folder)
+    assert contents(folder) == contents(quickstart)
