@@ -28,12 +28,20 @@ class RolloutTimeout(RolloutError):
 class RolloutClient:
     """Calls one server. Threads may share it; connections are kept alive (TCP_NODELAY).
 
-    `timeout` is the deadline in seconds of each call, of a generation included.
+    `timeout` is the deadline in seconds of each call, of a generation included. `vocab_size`, where
+    known, lets a wrong token id fail here: one ends a whole SGLang server.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 600.0,
+        vocab_size: int | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self.vocab_size = vocab_size
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy must not see a loopback server's traffic
         if token is not None:
@@ -65,6 +73,7 @@ class RolloutClient:
         """`samples` responses to each prompt (token ids), in the prompts' order."""
         if not prompts or samples < 1:
             raise ValueError(f"generate: {len(prompts)} prompts x {samples} samples is nothing.")
+        self._check_ids(prompts)
         body = {
             "input_ids": [prompt for prompt in prompts for _ in range(samples)],
             "sampling_params": _parameters(sampling, len(prompts) * samples),
@@ -77,6 +86,16 @@ class RolloutClient:
             )
         rows = [_sample(answer) for answer in answers]
         return [rows[at : at + samples] for at in range(0, len(rows), samples)]
+
+    def _check_ids(self, prompts: list[list[int]]) -> None:
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"generate: prompt {number} is empty.")
+            if self.vocab_size and not (min(prompt) >= 0 and max(prompt) < self.vocab_size):
+                raise ValueError(
+                    f"generate: prompt {number} holds an id outside the model's vocabulary "
+                    f"[0, {self.vocab_size})."
+                )
 
     def pause(self, mode: str = "retract") -> None:
         """Stop generating. `retract` requeues what runs, `abort` ends it, `in_place` freezes it."""

@@ -19,7 +19,7 @@ SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 _SGLANG_CPU = Path(__file__).resolve().parent / "sglang_cpu"
 _KV_BYTES = 1 << 30
 _KV_TOKENS = (8192, 262_144)
-_RUNNING_REQUESTS = {"local": 256, "sglang": 64}
+_RUNNING_REQUESTS = 256
 
 
 def build(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -97,7 +97,7 @@ def _kv_tokens(config: ServerConfig) -> int:
 
 
 def _running_requests(config: ServerConfig) -> int:
-    return config.max_running_requests or _RUNNING_REQUESTS[config.engine]
+    return config.max_running_requests or _RUNNING_REQUESTS
 
 
 def _cores_per_rank(config: ServerConfig) -> str:

@@ -21,7 +21,7 @@ from hybridflow.recipe.names import hint
 from hybridflow.weight_sync.layout import hf_shapes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SPARE_BYTES = 16 << 20
 
 
@@ -34,9 +34,9 @@ def write_version(
     """Write `directory`/v`version`, a HuggingFace folder, and return its path.
 
     `weights` yields full (HuggingFace name, tensor) pairs in any order, all of one dtype; the
-    config and tokenizer files are copied from `source_model_folder`. It is written aside and
-    renamed, so a folder of that name is always whole. ValueError for missing, unknown or repeated
-    names, a wrong shape, or too little space.
+    config is copied from `source_model_folder` and its tokenizer's files are linked. It is written
+    aside and renamed, so a folder of that name is always whole. ValueError for missing, unknown or
+    repeated names, a wrong shape, or too little space.
     """
     source, parent = Path(source_model_folder), Path(directory)
     target = parent / f"v{version}"
@@ -48,15 +48,15 @@ def write_version(
     aside.mkdir(mode=0o700)
     try:
         dtype = _write_weights(aside / "model.safetensors", weights, config)
-        _copy_companions(source, aside, config, dtype)
+        _add_companions(source, aside, config, dtype)
         aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def remove_versions(directory: str | Path, keep: int) -> list[Path]:
-    """Remove every written version but `keep` from `directory`; returns the removed folders."""
+def remove_versions(directory: str | Path, keep: int | None = None) -> list[Path]:
+    """Remove every written version, `keep` excepted, from `directory`; returns what went."""
     removed = []
     for folder in sorted(Path(directory).glob("v[0-9]*")):
         if folder.name != f"v{keep}" and folder.name[1:].isdigit():
@@ -150,13 +150,15 @@ def _write_at(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
         data, offset = data[written:], offset + written
 
 
-def _copy_companions(
+def _add_companions(
     source: Path, target: Path, config: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
-    """Config (with the dtype written), tokenizer, template and licence files; no weights."""
+    """The config, with the dtype written, and links to the tokenizer's files; no weights."""
     for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith("."):
-            shutil.copyfile(path, target / path.name)
+        is_index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in _COMPANIONS and not is_index:
+            (target / path.name).symlink_to(path.resolve())
+    (target / "config.json").unlink()
     named = {**config, "dtype": str(dtype).removeprefix("torch.")}
     named.pop("torch_dtype", None)
     (target / "config.json").write_text(json.dumps(named, indent=2) + "\n")

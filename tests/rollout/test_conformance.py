@@ -18,7 +18,7 @@ from hybridflow.weight_sync import (
     write_version,
 )
 from tests.servers import Rollout
-from tests.tiny_models import EOS, greedy, logprobs, make_model, reference
+from tests.tiny_models import EOS, VOCAB, greedy, logprobs, make_model, reference
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13], [99, 2]]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -185,6 +185,16 @@ def test_a_response_names_every_version_that_made_it(rollout_server: Rollout):
     first, second = sample.spans
     assert (first.start, second.start, second.end) == (0, first.end, len(sample.tokens))
     assert second.version == str(version) == sample.weight_version
+
+
+def test_wrong_ids_never_reach_a_server(rollout_server: Rollout):
+    for prompts, text in (
+        ([[5], [VOCAB]], "prompt 1 holds"),
+        ([[-1]], "prompt 0"),
+        ([[]], "empty"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            rollout_server.client.generate(prompts, 1, GREEDY)
 
 
 def test_threads_share_a_client(rollout_server: Rollout):

@@ -85,6 +85,8 @@ def test_old_versions_go_and_none_is_overwritten(source: Path, tmp_path: Path):
     removed = remove_versions(tmp_path / "out", keep=10)
     assert sorted(path.name for path in removed) == ["v1", "v2"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v10"]
+    assert len(remove_versions(tmp_path / "out")) == 1
+    assert (source / "tokenizer.json").is_file(), "links go, not what they name"
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path):
