@@ -106,7 +106,7 @@ class Trainer:
         writer = self._records.writer
         writer.rollouts(context.step, observer.rollouts(outcome), stage=context.stage)
         writer.step(context.step, context.stage, metrics, nodes, seconds)
-        self._records.console.step(context.step, context.stage, metrics, nodes)
+        self._records.console.step(context.step, context.stage, metrics, nodes, seconds)
 
     def _save(self, index: int, stage: Stage, context: StepContext) -> str:
         """A whole checkpoint of the run after this step."""

@@ -76,11 +76,12 @@ class Console:
         stage: str,
         metrics: Mapping[str, float],
         node_seconds: Mapping[str, float],
+        seconds: float | None = None,
     ) -> None:
         """Show a finished step; the arguments are those of ``RunWriter.step``."""
         with self._lock:
             first = stage != self._progress.stage
-            self._progress.advance(step, stage, metrics, node_seconds)
+            self._progress.advance(step, stage, metrics, node_seconds, seconds)
             last = step == self._progress.total
             evaluated = any(name.startswith("eval/") for name in metrics)
             line = self._progress.line()

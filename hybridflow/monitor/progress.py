@@ -44,12 +44,13 @@ class Progress:
         stage: str,
         metrics: Mapping[str, float],
         node_seconds: Mapping[str, float],
+        seconds: float | None = None,
     ) -> None:
-        """Take in a finished step."""
+        """Take in a finished step; ``seconds`` is its wall time, by default since the last one."""
         now = time.monotonic()
         if stage != self.stage:
             self._enter(stage)
-        self._durations.append(now - self._last)
+        self._durations.append(now - self._last if seconds is None else seconds)
         self._last = now
         self.step = step
         self.evaluated.update({k: float(v) for k, v in metrics.items() if k.startswith("eval/")})
