@@ -53,6 +53,7 @@ class Team:
         self.kinds = recipe.roles.kinds()
         self.version = 0
         self.last_publish: PublishReport | None = None
+        self._separate_processes = session.separate_processes
         self._sync = _sync_directory(recipe)
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
@@ -82,6 +83,7 @@ class Team:
             "function": section.function,
             "parameters": section.parameters,
             "timeout_seconds": section.timeout_seconds,
+            "own_process": self._separate_processes,
         }
         return RewardWorker, section.workers, settings
 

@@ -14,7 +14,10 @@ from hybridflow.rewards import RewardItem, resolve, score_batch
 
 
 class RewardWorker:
-    """Holds the function and the tokenizer; each call scores its share of a batch."""
+    """Holds the function and the tokenizer; each call scores its share of a batch.
+
+    With ``own_process`` a function that blocks every thread past its deadline ends the process.
+    """
 
     def __init__(
         self,
@@ -26,12 +29,14 @@ class RewardWorker:
         function: str,
         parameters: Mapping[str, Any],
         timeout_seconds: float,
+        own_process: bool,
     ) -> None:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         self._function = resolve(function, parameters)
         self._timeout_seconds = timeout_seconds
+        self._own_process = own_process
 
     @transfer(DATA_PARALLEL)
     def score(self, batch: Batch) -> Batch:
@@ -41,7 +46,9 @@ class RewardWorker:
         )
         groups = batch.samples_per_prompt
         items = [_item(batch["answers"][i // groups], text) for i, text in enumerate(texts)]
-        rewards = score_batch(self._function, items, self._timeout_seconds)
+        rewards = score_batch(
+            self._function, items, self._timeout_seconds, own_process=self._own_process
+        )
         return Batch(
             {"rewards": torch.tensor(rewards, dtype=torch.float32)},
             {"rewards": Axis.SAMPLES},
