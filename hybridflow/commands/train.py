@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("hybridflow train: interrupted", file=sys.stderr)  # noqa: T201
         return 130
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError, ConnectionError) as error:
         print(f"hybridflow train: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from hybridflow.batch import Batch
@@ -176,14 +179,24 @@ def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> 
 
 
 def _sync_directory(recipe: Recipe) -> Path:
-    """A folder of this run's own; one that a killed run left behind stays until it is older."""
+    """A folder of this run's own, after those of killed runs of this host were removed."""
     parent = Path(recipe.roles.rollout.sync.directory)
     if not parent.is_dir():
         raise ValueError(
             f"roles.rollout.sync.directory: there is no folder {parent}; name one that every "
             "trainer and server can reach"
         )
-    return Path(tempfile.mkdtemp(prefix=SYNC_PREFIX, dir=parent))
+    host = socket.gethostname()
+    _remove_abandoned(parent, host)
+    return Path(tempfile.mkdtemp(prefix=f"{SYNC_PREFIX}{host}-{os.getpid()}-", dir=parent))
+
+
+def _remove_abandoned(parent: Path, host: str) -> None:
+    """Remove this host's folders whose driver is gone."""
+    for folder in parent.glob(f"{SYNC_PREFIX}{host}-*-*"):
+        pid = folder.name.removeprefix(f"{SYNC_PREFIX}{host}-").split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _server(recipe: Recipe) -> ServerConfig:
