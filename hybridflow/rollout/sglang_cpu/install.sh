@@ -19,10 +19,6 @@ rm -rf -- "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 "${pip[@]}" torch==2.13.0
-# --no-deps: SGLang pins another torch and CUDA-only packages that the CPU path never imports;
-# torchvision, triton and xgrammar would pull other builds of torch.
-"${pip[@]}" --no-deps \
-  sglang==0.5.23 torchvision==0.28.0 triton==3.7.0 xgrammar==0.2.7 compressed-tensors==0.18.0
 # What `import sglang` and its server import for a text model without grammars.
 "${pip[@]}" \
   transformers==5.19.0 tokenizers==0.23.2 numpy==2.4.6 fastapi==0.165.0 uvicorn==0.54.0 \
@@ -32,8 +28,14 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
   ipython==9.18.1 traitlets==5.16.1 dill==0.4.1 einops==0.8.2 sentencepiece==0.2.3 \
   loguru==0.7.3 gguf==0.19.0 openai==2.8.0 jsonschema==4.26.0 soundfile==0.13.1 \
   pillow==13.0.0 apache-tvm-ffi==0.1.11
+# --no-deps: SGLang pins another torch and CUDA-only packages that the CPU path never imports;
+# torchvision, triton and xgrammar would pull other builds of torch. Last, so that pip does not
+# report what is left out on purpose.
+"${pip[@]}" --no-deps \
+  sglang==0.5.23 torchvision==0.28.0 triton==3.7.0 xgrammar==0.2.7 compressed-tensors==0.18.0
 
 here=$(cd "$(dirname "$0")" && pwd)
-PYTHONPATH=$here CUDA_VISIBLE_DEVICES='' "$venv/bin/python" -c 'import sglang.srt.entrypoints.http_server'
+PYTHONPATH=$here CUDA_VISIBLE_DEVICES='' "$venv/bin/python" -W ignore \
+  -c 'import sglang.srt.entrypoints.http_server'
 echo "$wanted" > "$stamp"
 echo "SGLang is installed in $venv"
