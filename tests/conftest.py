@@ -19,6 +19,9 @@ from tests.servers import (  # noqa: F401  (fixtures)
 )
 
 REQUIRE_SGLANG = "HYBRIDFLOW_REQUIRE_SGLANG"
+_FORKING = {"bridge", "megatron"}
+"""Rooms whose tests fork ranks from this process (`tests.ranks`). A fork is safe only while the
+process has one thread: before any test has started Ray or a process group in it."""
 _ROOT = Path(__file__).resolve().parents[1]
 
 hypothesis.settings.register_profile("hybridflow", deadline=None)
@@ -50,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork come first; SGLang's are skipped without its venv, unless required."""
+    items.sort(key=lambda item: not _FORKING & set(item.path.parts))
+    _skip_sglang(items)
+
+
+def _skip_sglang(items: list[pytest.Item]) -> None:
     """Without SGLang's venv its tests are skipped, unless they are required: then they fail."""
     if SGLANG_PYTHON.is_file() or os.environ.get(REQUIRE_SGLANG):
         return

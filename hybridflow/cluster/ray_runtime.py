@@ -18,6 +18,8 @@ def start_local(slots: int, object_store_bytes: int) -> None:
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # Ray makes its workers nice, so that they starve beside whatever else runs here.
+        os.environ["RAY_worker_niceness"] = "0"
     _quiet()
     import ray
 

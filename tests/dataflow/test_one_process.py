@@ -97,16 +97,20 @@ def test_a_new_graph_needs_no_code(make_recipe, recipe_file) -> None:
         assert step["reward/mean"] == pytest.approx(combined, rel=1e-6)
 
 
-def test_off_policy_with_a_reference(make_recipe) -> None:
+def test_off_policy_with_a_reference(make_recipe, tmp_path) -> None:
     """Mini-batches and epochs bring the pass for old log-probabilities, the KL that of the
     reference; at the first step both equal the actor's own."""
+    path = tmp_path / "varied.py"
+    path.write_text(
+        "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7\n"
+    )
     folder = run(
         make_recipe(
             "roles.actor.mini_batches=2",
             "roles.actor.epochs=2",
             "algorithm.kl.coef=0.1",
             "roles.reference={colocate: actor}",
-            "roles.reward={function: length, parameters: {budget: 3}}",
+            f"roles.reward.function={path}:varied",
             "warm_start=null",
             "steps=2",
         )

@@ -45,6 +45,7 @@ def test_quickstart_on_sglang(quickstart: Path, tmp_path: Path) -> None:
     """Each version is proven by the server's own checksum, and both sides agree on the tokens."""
     folder = tmp_path / "run"
     small = ["warm_start.steps=2", "steps=2", "data.prompts_per_step=8", "evaluation.prompts=8"]
+    small += ["roles.rollout.start_timeout_seconds=400"]
     run = TrainCommand(
         RECIPES / "quickstart_sglang.yaml", *overrides(quickstart, folder), *small, deadline=500
     )
