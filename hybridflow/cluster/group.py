@@ -39,7 +39,7 @@ class Ranks(Protocol):
         """Puts the piece where every rank can read it."""
         ...
 
-    def start(self, rank: int) -> Any:
+    def start(self, rank: int, seconds: float) -> Any:
         """Makes the worker; gives a pending outcome."""
         ...
 
@@ -104,7 +104,7 @@ class WorkerGroup:
         self._stopping: dict[int, Any] = {}
         self._breaking = threading.Lock()
         self._waiters = ThreadPoolExecutor(waiters, thread_name_prefix=f"wait-{role}")
-        pending = {rank: ranks.start(rank) for rank in range(self.world)}
+        pending = {rank: ranks.start(rank, start_seconds) for rank in range(self.world)}
         start = _Call("__init__", start_seconds, pending)
         self._started = self._waiters.submit(self._collect, start)
 

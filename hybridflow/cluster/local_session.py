@@ -30,7 +30,7 @@ class LocalSession:
 
     separate_processes = False
 
-    def __init__(self, *, start_timeout: float = 300.0, call_timeout: float = 3600.0) -> None:
+    def __init__(self, *, start_timeout: float = 600.0, call_timeout: float = 3600.0) -> None:
         self._start_seconds = start_timeout
         self._call_seconds = call_timeout
         self._register = GroupRegister()
@@ -154,7 +154,7 @@ class _Threads:
     def share(self, piece: Piece) -> Piece:
         return piece
 
-    def start(self, rank: int) -> Future[Outcome]:
+    def start(self, rank: int, seconds: float) -> Future[Outcome]:
         start = self._hosts[rank].start
         return self._lanes[rank].submit(
             start, self._class, rank, self._world, self._rendezvous, self._init

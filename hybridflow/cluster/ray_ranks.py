@@ -16,6 +16,10 @@ from hybridflow.cluster.transfer import Piece
 
 LOG_LINES = 20
 
+FOREIGN_VARIABLES = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
+"""Beginnings of the names that torchrun sets: where Ray was started under torchrun, they would
+make torch look for a rendezvous of that job instead of the group's."""
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -28,6 +32,8 @@ class Surroundings:
 
     def enter(self) -> None:
         """Makes the driver's modules importable, and sends the output to the log."""
+        for name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES)]:
+            del os.environ[name]
         if Path(self.directory).is_dir():
             os.chdir(self.directory)
         sys.path.extend(path for path in self.python_path if path not in sys.path)
@@ -51,12 +57,12 @@ class ActorHost(WorkerHost):
         """Where the group meets: an address of this node and a port that is free on it."""
         return self._address or ray.util.get_node_ip_address(), free_port()
 
-    def timed_call(self, method: str, piece: Piece, seconds: float) -> Outcome:
-        """``call``; shortly before the deadline every thread's stack goes to the log, so that a
-        hang can be read there."""
+    def timed(self, step: str, seconds: float, *args: Any) -> Outcome:
+        """``start`` or ``call``; shortly before the deadline every thread's stack goes to the
+        log, so that a hang can be read there."""
         faulthandler.dump_traceback_later(max(0.1, min(seconds * 0.9, seconds - 1)), file=2)
         try:
-            return self.call(method, piece)
+            return getattr(self, step)(*args)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -87,14 +93,14 @@ class ActorRanks:
     def share(self, piece: Piece) -> Any:
         return ray.put(piece)
 
-    def start(self, rank: int) -> Any:
+    def start(self, rank: int, seconds: float) -> Any:
         world = len(self._actors)
-        return self._actors[rank].start.remote(
-            self._class, rank, world, self._rendezvous, self._init
+        return self._actors[rank].timed.remote(
+            "start", seconds, self._class, rank, world, self._rendezvous, self._init
         )
 
     def submit(self, rank: int, method: str, shared: Any, seconds: float) -> Any:
-        return self._actors[rank].timed_call.remote(method, shared, seconds)
+        return self._actors[rank].timed.remote("call", seconds, method, shared)
 
     def stop(self, rank: int) -> Any:
         return self._actors[rank].stop.remote()

@@ -51,7 +51,7 @@ class RaySession:
         address: str | None = None,
         log_dir: str | Path | None = None,
         object_store_bytes: int = 1 << 30,
-        start_timeout: float = 300.0,
+        start_timeout: float = 600.0,
         call_timeout: float = 3600.0,
     ) -> None:
         if nodes < 1 or devices_per_node < 1:

@@ -16,7 +16,12 @@ from hybridflow.recipe.axes import Axis
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySession]:
     torch.set_num_threads(1)
     logs: Path = tmp_path_factory.mktemp("logs")
-    session = RaySession(1, 5, log_dir=logs)
+    # As under torchrun: with these in force, ranks would wait for a store that nobody serves.
+    foreign = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "WORLD_SIZE": "7"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in foreign.items():
+            patch.setenv(name, value)
+        session = RaySession(1, 5, log_dir=logs)
     children = psutil.Process().children(recursive=True)
     try:
         yield session
