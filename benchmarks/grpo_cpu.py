@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -86,7 +85,7 @@ class Bench:
         every_side = [side for work in workloads.values() for side in work["sides"].values()]
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": {"cores": os.cpu_count(), "processor": platform.processor() or "unknown"},
+            "machine": {"cores": os.cpu_count(), "processor": _processor()},
             "threads": THREADS,
             "servers": self._args.servers,
             "versions": self._versions(),
@@ -162,6 +161,12 @@ def vars_of(args: argparse.Namespace) -> dict[str, Path]:
 
 def _speed(runs: Sequence[Run]) -> float:
     return median(step.tokens / step.seconds for run in runs for step in run.steps)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown"
 
 
 def _matmul_rate() -> float:

@@ -15,6 +15,18 @@ from benchmarks.watch import QUIET_CORES
 from benchmarks.workloads import Workload
 
 PEER = "trl"
+HEADINGS = [
+    "step\ns",
+    "gener-\nation s",
+    "train-\ning s",
+    "tokens\n/s",
+    "gener-\nation",
+    "train-\ning",
+    "mean\nlength",
+    "times\nfloor",
+    "peak\nGB",
+]
+"""Tokens per second are of the whole step, of its generation and of all the rest."""
 
 
 def summary(runs: Sequence[Run], config: Mapping[str, Any], rate: float) -> dict[str, Any]:
@@ -128,22 +140,12 @@ def _table(name: str, workload: Mapping[str, Any]) -> Table:
         title=f"{name}: {shape['prompts']} prompts x {shape['samples']} samples x "
         f"{shape['max_tokens']} tokens",
         title_justify="left",
+        box=None,
+        pad_edge=False,
     )
-    headings = [
-        "side",
-        "step\ns",
-        "gener-\nation s",
-        "train-\ning s",
-        "tokens\n/s",
-        "gen.\ntok/s",
-        "train.\ntok/s",
-        "mean\nlength",
-        "times\nfloor",
-        "peak\nGB",
-        "others'\ncores",
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "side" else "right", no_wrap=True)
+    table.add_column("side", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
     for side, figures in workload["sides"].items():
         table.add_row(
             side,
@@ -156,6 +158,5 @@ def _table(name: str, workload: Mapping[str, Any]) -> Table:
             f"{figures['response_tokens_mean']:.1f}",
             f"{figures['step_seconds'] / figures['floor_seconds']:.1f}",
             f"{figures['peak_memory_bytes'] / 1e9:.2f}",
-            f"{max(figures['other_cores']):.2f}",
         )
     return table
