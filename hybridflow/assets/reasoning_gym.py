@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hybridflow.assets.build import EXTRA_HINT, make, write_jsonl
 from hybridflow.recipe.names import hint
 
-DEFAULT_TASKS = ("chain_sum",)
+DEFAULT_TASKS = ("chain_sum:max_terms=3,max_digits=1",)
+"""Sums that a small model gets right now and then: what is never right teaches nothing."""
 
 
 def make_reasoning_gym(
@@ -24,7 +28,7 @@ def make_reasoning_gym(
 
     A row has ``prompt`` (the task's question), ``answer`` and the ``metadata`` by which the
     reward ``reasoning_gym`` scores it. Several tasks share the rows evenly, in turn; no prompt
-    is in both files.
+    is in both files. A task is a name, or ``name:setting=value,...`` with the task's own settings.
 
     Returns:
         Whether anything had to be made.
@@ -36,19 +40,22 @@ def make_reasoning_gym(
         raise ValueError(f"rows={rows}: at least 10 are needed, a tenth of them for evaluation")
     if not tasks:
         raise ValueError("no task is named")
+    names = [task.partition(":")[0] for task in tasks]
     options = {"asset": "reasoning_gym", "tasks": list(tasks), "rows": rows, "seed": seed}
 
     def build(target: Path) -> None:
-        drawn = _distinct_rows(tasks, rows + rows // 10, seed)
+        sources = [_task(task, 4 * (rows + rows // 10), seed) for task in tasks]
+        drawn = _distinct_rows(names, sources, rows + rows // 10)
         write_jsonl(target / "train.jsonl", drawn[:rows])
         write_jsonl(target / "eval.jsonl", drawn[rows:])
 
     return make(Path(folder), options, build)
 
 
-def _distinct_rows(tasks: Sequence[str], count: int, seed: int) -> list[dict[str, Any]]:
+def _distinct_rows(
+    tasks: Sequence[str], sources: Sequence[Any], count: int
+) -> list[dict[str, Any]]:
     """``count`` rows with different prompts, the tasks taking turns."""
-    sources = [_task(name, 4 * count, seed) for name in tasks]
     rows: dict[str, dict[str, Any]] = {}
     for index in range(4 * count):
         for name, source in zip(tasks, sources, strict=True):
@@ -62,15 +69,35 @@ def _distinct_rows(tasks: Sequence[str], count: int, seed: int) -> list[dict[str
     )
 
 
-def _task(name: str, size: int, seed: int) -> Any:
+def _task(task: str, size: int, seed: int) -> Any:
+    """The data set of ``name`` or ``name:setting=value,...``."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"reasoning-gym is not installed: {EXTRA_HINT}") from error
+    name, _, text = task.partition(":")
     if name not in DATASETS:
         raise ValueError(f"reasoning-gym has no task '{name}'; {hint(name, DATASETS)}")
-    return reasoning_gym.create_dataset(name, size=size, seed=seed)
+    settings = _settings(name, text, DATASETS[name][1])
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"reasoning-gym refuses '{task}': {error}") from error
+
+
+def _settings(name: str, text: str, config_class: type) -> dict[str, Any]:
+    """``setting=value,...`` as the task's keyword arguments; values are YAML."""
+    known = {field.name for field in fields(config_class)} - {"size", "seed"}
+    settings = {}
+    for pair in filter(None, text.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals or key not in known:
+            raise ValueError(
+                f"task '{name}': '{pair}' is no setting=value of it; {hint(key, known)}"
+            )
+        settings[key] = yaml.safe_load(value)
+    return settings
 
 
 def _row(name: str, source: Any, index: int) -> dict[str, Any]:

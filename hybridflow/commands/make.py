@@ -28,7 +28,8 @@ def add(subparsers: Any) -> None:
         "--task",
         action="append",
         metavar="NAME",
-        help="a task's name; may be given several times (default chain_sum)",
+        help="a task's name, or name:setting=value,...; may be given several times "
+        "(default: sums of at most three numbers of one digit)",
     )
     gym.add_argument("--rows", type=int, default=1000, help="training rows (default 1000)")
     gym.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
@@ -70,8 +71,8 @@ def _smollm2(args: argparse.Namespace) -> bool:
 def _reasoning_gym(args: argparse.Namespace) -> bool:
     from hybridflow.assets import make_reasoning_gym
 
-    tasks = args.task or ["chain_sum"]
-    return make_reasoning_gym(args.folder, tasks=tasks, rows=args.rows, seed=args.seed)
+    tasks = {"tasks": args.task} if args.task else {}
+    return make_reasoning_gym(args.folder, rows=args.rows, seed=args.seed, **tasks)
 
 
 def _no_progress_bars() -> None:

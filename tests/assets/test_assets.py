@@ -117,6 +117,9 @@ def test_reasoning_gym_rows_score_their_own_answer(tmp_path):
         ({"tasks": ["chain_sums"]}, "no task 'chain_sums'; did you mean 'chain_sum'"),
         ({"rows": 5}, "at least 10 are needed"),
         ({"tasks": []}, "no task is named"),
+        ({"tasks": ["chain_sum:max_term=3"]}, "did you mean 'max_terms'"),
+        ({"tasks": ["chain_sum:max_terms"]}, "no setting=value"),
+        ({"tasks": ["chain_sum:max_terms=1"]}, "refuses 'chain_sum:max_terms=1'"),
         ({"tasks": ["coin_flip"], "rows": 3000}, "different prompts"),
     ],
 )
