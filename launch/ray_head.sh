@@ -14,7 +14,7 @@ if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
 fi
 PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin:$PATH"
 export PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-if [[ ! -s ~/.ray/auth_token ]]; then
+if [[ -z "${RAY_AUTH_TOKEN:-}" && ! -s ~/.ray/auth_token ]]; then
   ray get-auth-token --generate > /dev/null
 fi
 exec ray start --head --port="$port" --include-dashboard=false "$@"

@@ -7,7 +7,7 @@ head=${1:?usage: launch/ray_worker.sh HOST:PORT [options of ray start]}
 shift
 PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin:$PATH"
 export PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-if [[ ! -s ~/.ray/auth_token ]]; then
+if [[ -z "${RAY_AUTH_TOKEN:-}" && ! -s ~/.ray/auth_token ]]; then
   echo "ray_worker.sh: copy ~/.ray/auth_token from the head's machine to this one first" >&2
   exit 2
 fi

@@ -11,7 +11,7 @@ export PATH="$here/../.venv/bin:$PATH"
 port=$((MASTER_PORT + 1))
 if [[ "$RANK" != 0 ]]; then
   # The token file may still be on its way through the shared home.
-  for _ in {1..60}; do [[ -s ~/.ray/auth_token ]] && break; sleep 1; done
+  for _ in {1..60}; do [[ -n "${RAY_AUTH_TOKEN:-}" || -s ~/.ray/auth_token ]] && break; sleep 1; done
   "$here/ray_worker.sh" "$MASTER_ADDR:$port" --block || echo "rank $RANK: its Ray node has ended"
   exit 0
 fi

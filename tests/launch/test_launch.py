@@ -52,12 +52,18 @@ def scratch() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def _environment(home: Path) -> dict[str, str]:
+    """This process's, without what a Ray of its own has put there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "HOME": str(home)}
+
+
 def _node(script: str, scratch: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [str(ROOT / "launch" / script), *options, "--block", "--num-cpus=1"]
     with (scratch / f"{script}.log").open("wb") as log:
         return subprocess.Popen(
             [*command, "--object-store-memory=100000000"],
-            env={**os.environ, "HOME": str(scratch)},
+            env=_environment(scratch),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -72,12 +78,13 @@ def test_head_and_worker_are_two_nodes_of_one_cluster(scratch: Path) -> None:
     try:
         _wait_for(scratch / "ray_head.sh.log", "Ray runtime started", head)
         nodes.append(_node("ray_worker.sh", scratch, address))
-        env = {**os.environ, "HOME": str(scratch), "PYTHONPATH": str(ROOT)}
+        env = {**_environment(scratch), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.launch.two_nodes", address]
         driver = subprocess.run(
             command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
         )
-        assert driver.returncode == 0, driver.stderr
+        logs = "".join(log.read_text()[-3000:] for log in scratch.glob("*.log"))
+        assert driver.returncode == 0, driver.stderr + logs
         said = {name: values for name, *values in map(str.split, driver.stdout.splitlines())}
         assert said["totals"] == ["11", "11"]
         for pid in map(int, [*said["children"], *said["workers"]]):
