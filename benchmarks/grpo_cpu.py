@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, help="measured steps of a round; default: the workload's")
     add("--warmup", type=int, help="discarded steps before them, at least 1")
     add("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
-    add("--servers", type=int, choices=[1, 2], default=1, help="rollout servers (default 1)")
+    add("--servers", type=int, choices=[1, 2], help="rollout servers; default: the workload's")
     add(
         "--peer-ranks",
         type=int,
@@ -76,18 +76,18 @@ class Bench:
     def report(self) -> dict[str, Any]:
         """Everything measured, and the verdicts."""
         load = os.getloadavg()[0]
-        measured = {name: self._measure(WORKLOADS[name]) for name in self._args.workloads}
+        chosen = [self._chosen(WORKLOADS[name]) for name in self._args.workloads]
+        measured = [self._measure(workload) for workload in chosen]
         rate = max(self._rates)
         workloads = {
-            name: self._judge(WORKLOADS[name], inputs, runs, rate)
-            for name, (inputs, runs) in measured.items()
+            workload.name: self._judge(workload, inputs, runs, rate)
+            for workload, (inputs, runs) in zip(chosen, measured, strict=True)
         }
         every_side = [side for work in workloads.values() for side in work["sides"].values()]
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": {"cores": os.cpu_count(), "processor": _processor()},
             "threads": THREADS,
-            "servers": self._args.servers,
             "versions": self._versions(),
             "matmul_flops": rate,
             "load_before": load,
@@ -96,12 +96,14 @@ class Bench:
             "workloads": workloads,
         }
 
+    def _chosen(self, workload: Workload) -> Workload:
+        """The workload as the command line changes it."""
+        told = {name: getattr(self._args, name) for name in ("steps", "warmup", "servers")}
+        return replace(workload, **{n: value for n, value in told.items() if value is not None})
+
     def _measure(self, workload: Workload) -> tuple[Inputs, dict[str, list[Run]]]:
         """The runs of every side, by its name."""
-        length = Length(
-            self._args.steps or workload.steps,
-            workload.warmup if self._args.warmup is None else self._args.warmup,
-        )
+        length = Length(workload.steps, workload.warmup)
         inputs = prepare(workload, vars_of(self._args), self._scratch, length.total)
         runs: dict[str, list[Run]] = {}
         peers = list(self._args.peer_ranks)
@@ -110,7 +112,7 @@ class Bench:
             for layout in workload.layouts:
                 if layout in self._args.layouts:
                     folder = self._folder(workload, layout, number)
-                    run = run_ours(workload, inputs, layout, length, self._args.servers, folder)
+                    run = run_ours(workload, inputs, layout, length, folder)
                     runs.setdefault(layout, []).append(run)
                     self._say(workload, layout, run)
             for ranks in peers:

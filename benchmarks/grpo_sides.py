@@ -76,13 +76,11 @@ class Length:
 # ---- this project -------------------------------------------------------------------------------
 
 
-def run_ours(
-    workload: Workload, inputs: Inputs, layout: str, length: Length, servers: int, folder: Path
-) -> Run:
+def run_ours(workload: Workload, inputs: Inputs, layout: str, length: Length, folder: Path) -> Run:
     """The product's own command on the shipped recipe: Ray, actor on two ranks of one thread,
-    ``servers`` rollout servers that share as many threads."""
+    rollout servers that share as many threads."""
     command = [sys.executable, "-m", "hybridflow.cli", "train", workload.recipe, "--plain"]
-    command += overrides(workload, inputs, layout, length, servers, folder / "run")
+    command += overrides(workload, inputs, layout, length, folder / "run")
     watched = run_watched(
         command, cwd=ROOT, environment={}, log=folder / "run.log", timeout=RUN_SECONDS
     )
@@ -90,10 +88,11 @@ def run_ours(
 
 
 def overrides(
-    workload: Workload, inputs: Inputs, layout: str, length: Length, servers: int, output: Path
+    workload: Workload, inputs: Inputs, layout: str, length: Length, output: Path
 ) -> list[str]:
     """What the benchmark changes in the recipe."""
     reward = ROOT / "benchmarks" / "scoring.py"
+    servers = workload.servers
     values: dict[str, Any] = {
         "output": str(output),
         "model.path": str(inputs.model),

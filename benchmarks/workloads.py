@@ -28,6 +28,8 @@ class Workload:
         max_tokens: most new tokens of a response.
         ends: whether responses may end before ``max_tokens``.
         targets: least tokens per second over the peer's, by layout.
+        servers: rollout servers that share the cores; one reads the weights once a token, two have
+            no threads that wait for each other.
         steps, warmup: measured and discarded steps of a round.
     """
 
@@ -41,6 +43,7 @@ class Workload:
     ends: bool
     chat: bool
     learning_rate: float
+    servers: int
     steps: int
     warmup: int
     targets: Mapping[str, float] = field(default_factory=dict)
@@ -62,6 +65,7 @@ TINY = Workload(
     ends=False,
     chat=False,
     learning_rate=1e-3,
+    servers=2,
     steps=20,
     warmup=5,
     targets={"dp2": 1.0, "tp2": 0.75},
@@ -77,6 +81,7 @@ SMOLLM2 = Workload(
     ends=True,
     chat=True,
     learning_rate=5e-6,
+    servers=1,
     steps=3,
     warmup=1,
     targets={"dp2": 1.5},  # 9 heads and 3 KV heads: no tp 2
