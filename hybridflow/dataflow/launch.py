@@ -53,7 +53,7 @@ def train(
         stack.enter_context(_terminate_as_interrupt())
         tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
         feeds = _feeds(plan, tokenizer)
-        folder, resume = _open_folder(plan, options)
+        folder, resume = _open_folder(stack, plan, options)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         with _ending(folder, records):
@@ -98,17 +98,23 @@ def _feed(plan: Plan, stage: Stage, training: PromptDataset, dataset: Any) -> Fe
     return Feed(stream, stage.prompts_per_step, rows)
 
 
-def _open_folder(plan: Plan, options: LaunchOptions) -> tuple[RunFolder, Checkpoint | None]:
-    path = Path(plan.recipe.folder)
+def _open_folder(
+    stack: ExitStack, plan: Plan, options: LaunchOptions
+) -> tuple[RunFolder, Checkpoint | None]:
+    """The run's folder, held until the stack ends, and the checkpoint to go on from."""
+    folder = RunFolder(Path(plan.recipe.folder))
     if not options.resume:
-        return RunFolder.create(path, resolved_yaml(plan.recipe)), None
-    folder = RunFolder(path)
+        folder.set_aside()
+        stack.enter_context(folder.held())
+        folder.write_recipe(resolved_yaml(plan.recipe))
+        return folder, None
     found = folder.checkpoints()
     if not found:
         raise ValueError(
             f"--resume: {folder.checkpoints_path} holds no whole checkpoint; start without "
             "--resume, or name the run's folder with output=DIR"
         )
+    stack.enter_context(folder.held())
     folder.check_same_recipe(resolved_yaml(plan.recipe))
     folder.remove_partial()
     return folder, found[-1]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+
+from hybridflow.recipe.output import LOCK_FILE, output_problem
 
 STATE_FILE = "state.json"
 RECIPE_FILE = "recipe.yaml"
@@ -42,14 +47,37 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.export_path = path / "export"
 
-    @classmethod
-    def create(cls, path: Path, resolved_recipe: str) -> RunFolder:
-        """A fresh folder; an earlier run of the same name is kept as ``<name>.1``, ``.2``, …"""
-        if path.exists() and any(path.iterdir()):
-            path.rename(_free_name(path))
-        path.mkdir(parents=True, exist_ok=True)
-        write_aside(path / RECIPE_FILE, resolved_recipe)
-        return cls(path)
+    def set_aside(self) -> None:
+        """Keep an earlier run of the same name as ``<name>.1``, ``.2``, …
+
+        ValueError when the folder is not a run's, or when the run goes on.
+        """
+        if problem := output_problem(self.path):
+            raise ValueError(f"output: {problem[0]}; {problem[1]}")
+        if self.path.exists() and any(self.path.iterdir()):
+            with self.held():
+                self.path.rename(_free_name(self.path))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder if need be, and be the one run in it; ValueError when there is another.
+
+        The lock ends with the process, however that ends.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / LOCK_FILE, "a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"output: another run is going on in {self.path}; wait for its end, or name "
+                    "another folder with output=DIR"
+                ) from error
+            yield
+
+    def write_recipe(self, resolved_recipe: str) -> None:
+        """Keep what is run, with every default and override."""
+        write_aside(self.path / RECIPE_FILE, resolved_recipe)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Whole checkpoints, oldest first; half-written ones have no state file."""
@@ -96,7 +124,7 @@ class RunFolder:
                 f"--resume: the recipe differs from {self.path / RECIPE_FILE} in "
                 f"{', '.join(changed)}; put these back, or start a new run with another output"
             )
-        write_aside(self.path / RECIPE_FILE, resolved_recipe)
+        self.write_recipe(resolved_recipe)
 
     def remove_partial(self) -> None:
         """Clear what an ended run left half-written."""

@@ -1,5 +1,7 @@
 """Checkpoints are whole or absent, the newest are kept, and another recipe is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.dataflow.run_folder import Progress, RunFolder
@@ -9,6 +11,14 @@ def progress(step: int) -> Progress:
     return Progress(0, step, step, stream_position=8 * step, weight_version=step)
 
 
+def create(path: Path, recipe: str) -> RunFolder:
+    folder = RunFolder(path)
+    folder.set_aside()
+    with folder.held():
+        folder.write_recipe(recipe)
+    return folder
+
+
 def save(folder: RunFolder, step: int, keep: int = 2) -> None:
     partial = folder.begin_checkpoint(progress(step))
     (partial / "weights").write_text(str(step))
@@ -16,7 +26,7 @@ def save(folder: RunFolder, step: int, keep: int = 2) -> None:
 
 
 def test_newest_checkpoints_are_kept(tmp_path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "name: a\n")
+    folder = create(tmp_path / "run", "name: a\n")
     for step in (2, 4, 10):
         save(folder, step)
     assert [c.progress.step for c in folder.checkpoints()] == [4, 10]
@@ -25,7 +35,7 @@ def test_newest_checkpoints_are_kept(tmp_path) -> None:
 
 
 def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "name: a\n")
+    folder = create(tmp_path / "run", "name: a\n")
     save(folder, 1)
     partial = folder.begin_checkpoint(progress(2))
     (partial / "weights").write_text("half")
@@ -36,7 +46,7 @@ def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
 
 def test_an_earlier_run_is_kept_aside(tmp_path) -> None:
     for name in ("first", "second", "third"):
-        RunFolder.create(tmp_path / "run", f"name: {name}\n")
+        create(tmp_path / "run", f"name: {name}\n")
     names = {p.name: (p / "recipe.yaml").read_text() for p in tmp_path.iterdir()}
     assert names == {
         "run": "name: third\n",
@@ -45,8 +55,28 @@ def test_an_earlier_run_is_kept_aside(tmp_path) -> None:
     }
 
 
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    with pytest.raises(ValueError, match="holds something else than a run; name a folder that"):
+        create(tmp_path / "thesis", "name: a\n")
+    assert [p.name for p in tmp_path.rglob("*")] == ["thesis", "chapter.tex"]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path) -> None:
+    folder = create(tmp_path / "run", "name: a\n")
+    with folder.held():
+        with pytest.raises(ValueError, match="another run is going on in .*run; wait for its end"):
+            create(tmp_path / "run", "name: b\n")
+        with pytest.raises(ValueError, match="another run is going on"), folder.held():
+            pass
+    assert (folder.path / "recipe.yaml").read_text() == "name: a\n"
+    create(tmp_path / "run", "name: b\n")
+    assert (tmp_path / "run.1" / "recipe.yaml").read_text() == "name: a\n"
+
+
 def test_resuming_with_another_recipe_names_what_differs(tmp_path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "seed: 1\nsteps: 3\nroles: {a: 1}\n")
+    folder = create(tmp_path / "run", "seed: 1\nsteps: 3\nroles: {a: 1}\n")
     folder.check_same_recipe("seed: 1\nsteps: 9\nroles: {a: 1}\n")
     with pytest.raises(ValueError, match=r"differs from .*recipe.yaml in roles, seed; put these"):
         folder.check_same_recipe("seed: 2\nsteps: 3\nroles: {a: 2}\n")

@@ -114,6 +114,29 @@ def test_rewards_of_ones_own(workspace: Path):
     assert faults_of("roles.reward.function=json.loads") == []
 
 
+OUTPUTS = [
+    (".", "is or holds the working directory"),
+    ("/", "is or holds the working directory"),
+    ("train.jsonl", "train.jsonl is no folder"),
+    ("train.jsonl/run", "train.jsonl is no folder"),
+    ("model", "model holds something else than a run"),
+]
+
+
+@pytest.mark.parametrize(("output", "what"), OUTPUTS)
+def test_folders_that_cannot_become_a_runs(workspace: Path, output: str, what: str):
+    (found,) = faults_of(f"output={output}")
+    assert found.startswith("command line: ") and what in found and "Fix: name" in found
+
+
+def test_folders_that_can_become_a_runs(workspace: Path):
+    (workspace / "empty").mkdir()
+    (workspace / "earlier").mkdir()
+    (workspace / "earlier" / "metrics.jsonl").touch()
+    for output in ("empty", "earlier", "deep/down/new"):
+        assert faults_of(f"output={output}") == []
+
+
 def _set(key: str, value: object) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         config = {**CONFIG, key: value}

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.recipe.checks import data, dataflow, model, roles, sizes
+from hybridflow.recipe.checks import data, dataflow, model, output, roles, sizes
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.load import read_draft
@@ -19,6 +19,7 @@ CHECKS: tuple[Check, ...] = (
     *data.CHECKS,
     *sizes.CHECKS,
     *roles.CHECKS,
+    *output.CHECKS,
 )
 
 
