@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -199,6 +200,7 @@ def main() -> int:
     if args.warmup is not None and args.warmup < 1:
         options.error("--warmup: at least 1, for a step is timed from the end of the one before")
     console = Console()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that sides end too
     with tempfile.TemporaryDirectory(prefix="hybridflow-benchmark-") as scratch:
         report = Bench(args, Path(scratch), console).report()
     _write(report, args.output)
