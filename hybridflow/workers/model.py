@@ -139,6 +139,8 @@ def _leave_process_group() -> None:
 
     global _members
     _members -= 1
-    if _members == 0:
+    # Several ranks: their processes end with the session, and a process group that is torn down
+    # while gloo's threads wait for the interpreter can hang.
+    if _members == 0 and dist.get_world_size() == 1:
         parallel.destroy()
         dist.destroy_process_group()
