@@ -19,7 +19,7 @@ def start_local(slots: int, object_store_bytes: int) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Ray makes its workers nice, so that they starve beside whatever else runs here.
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
     _quiet()
     import ray
 
