@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed arguments; ``key=value`` may also stand after an option (argparse takes only those
     before it)."""
     root = parser()
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 2 the user's mistake (printed as one message), 130 interrupted.
     """
-    args = _parse(arguments)
+    args = parse(arguments)
     try:
         return args.func(args)
     except ValueError as error:

@@ -56,7 +56,7 @@ def test_command_lines_parse(page: Path):
         if line[0] != "hybridflow":
             continue
         try:
-            args = cli.parser().parse_args(line[1:])
+            args = cli.parse(line[1:])
         except SystemExit:
             pytest.fail(f"does not parse: {' '.join(line)}")
         recipe = ROOT / getattr(args, "recipe", "")
