@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class ActorRanks:
         except RayTaskError as error:  # arguments or the result could not be pickled, say
             return Failure(type(error.cause).__name__, str(error.cause), str(error), 0.0)
         except RayError as error:
-            return Death(_without_advice(str(error)))
+            return Death(_cause(str(error)))
 
     def log_tail(self, rank: int) -> str:
         log = Path(self._logs[rank])
@@ -134,9 +135,9 @@ class ActorRanks:
         self._end()
 
 
-def _without_advice(text: str) -> str:
-    """Ray's account of a death on one line, without the list of common causes."""
-    account = text.split("Some common causes include")[0]
-    return " ".join(account.split()).removeprefix(
-        "The actor died unexpectedly before finishing this task. "
-    )
+def _cause(text: str) -> str:
+    """Ray's account of a death on one line: the process and how it ended, where it says so."""
+    account = " ".join(text.split("Some common causes include")[0].split())
+    pid = re.search(r"\bpid: (\d+)", account)
+    detail = account.partition("Worker exit detail: ")[2]
+    return f"process {pid[1]} is gone: {detail}" if pid and detail else account

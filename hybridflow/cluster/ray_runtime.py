@@ -5,16 +5,23 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from hybridflow.cluster.processes import MARK, end_marked
 
 _STARTED_FOLDERS: list[Path] = []
 
 
-def start_local(slots: int, object_store_bytes: int) -> None:
+def start_local(slots: int, object_store_bytes: int, mark: str) -> None:
     """Starts a Ray of this process alone. Ray's ports listen on every interface and whoever
-    reaches them may run code, so a token that only this process knows guards them."""
+    reaches them may run code, so a token that only this process knows guards them.
+    ``mark`` is in the environment of Ray's own processes."""
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -23,18 +30,23 @@ def start_local(slots: int, object_store_bytes: int) -> None:
     _quiet()
     import ray
 
-    _refuse_second(ray)
     # A short path: it is part of the names of Unix sockets, which end at 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="hybridflow-ray-", dir="/tmp"))
     _STARTED_FOLDERS.append(folder)
-    ray.init(
-        num_cpus=slots,
-        object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-    )
+    try:
+        with _marked(mark), _signals_kept():
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                num_cpus=slots,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+    except BaseException:
+        leave(mark)  # Ctrl-C, say, when half of it runs
+        raise
 
 
 def join(address: str) -> None:
@@ -45,9 +57,9 @@ def join(address: str) -> None:
     _quiet()
     import ray
 
-    _refuse_second(ray)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _signals_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConnectionError(
             f"no Ray cluster answers at {address}: start it with launch/ray_head.sh, and run the "
@@ -55,11 +67,12 @@ def join(address: str) -> None:
         ) from error
 
 
-def leave() -> None:
-    """Disconnects; a Ray started by this process ends, and its files go."""
+def leave(mark: str) -> None:
+    """Disconnects; a Ray that ``start_local`` started with ``mark`` ends, and its files go."""
     import ray
 
     ray.shutdown()
+    end_marked(mark)
     while _STARTED_FOLDERS:
         shutil.rmtree(_STARTED_FOLDERS.pop(), ignore_errors=True)
 
@@ -67,8 +80,36 @@ def leave() -> None:
 def _quiet() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"  # hides devices; silences a notice
+    # A death is reported by its group, with role and rank; Ray's own account would come first.
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died or was killed while executing a task"
 
 
-def _refuse_second(ray: object) -> None:
-    if ray.is_initialized():  # type: ignore[attr-defined]
+@contextmanager
+def _marked(mark: str) -> Iterator[None]:
+    before = os.environ.get(MARK)
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = before
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray sets a handler of its own for SIGTERM, which ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def refuse_second() -> None:
+    """ValueError when this process uses Ray: closing a session would end that of the other."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
         raise ValueError("this process uses Ray already; close that session before a new one")

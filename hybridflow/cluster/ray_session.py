@@ -61,6 +61,7 @@ class RaySession:
                 f"nodes={nodes} needs the address of a Ray cluster; start one with "
                 "launch/ray_head.sh and launch/ray_worker.sh, then pass its HOST:PORT"
             )
+        ray_runtime.refuse_second()
         self._slots = nodes * devices_per_node
         self._taken = 0
         self.mark = f"hybridflow-{secrets.token_hex(8)}/"
@@ -71,8 +72,9 @@ class RaySession:
         self._open = True
         self._scratch = None if log_dir else tempfile.TemporaryDirectory(prefix="hybridflow-log-")
         self._logs = Path(log_dir or self._scratch.name).absolute()  # type: ignore[union-attr]
+        self._ray_mark = f"{self.mark.rstrip('/')}-ray/"
         if address is None:
-            ray_runtime.start_local(self._slots, object_store_bytes)
+            ray_runtime.start_local(self._slots, object_store_bytes, self._ray_mark)
         else:
             ray_runtime.join(address)
         atexit.register(self.close)
@@ -243,7 +245,7 @@ class RaySession:
         problems = self._register.close()
         for placement in self._placements:
             remove_placement_group(placement)
-        ray_runtime.leave()
+        ray_runtime.leave(self._ray_mark)
         processes.end_marked(self.mark, patience=0.0)
         if self._scratch is not None:
             self._scratch.cleanup()

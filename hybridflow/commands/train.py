@@ -23,7 +23,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, then train. Exit codes: 0, 1 (the run failed), 2 (the recipe), 130, 143."""
+    """Check, then train. Exit codes: 0, 1 (the run failed), 2 (the recipe), 130, 143, 129."""
     from hybridflow.recipe.checks import check
     from hybridflow.recipe.compile import compile_recipe
     from hybridflow.recipe.faults import RecipeError
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     plan = compile_recipe(recipe)
 
     from hybridflow.cluster import RaySession
-    from hybridflow.dataflow.launch import LaunchOptions, Terminated, train
+    from hybridflow.dataflow.launch import LaunchOptions, train
+    from hybridflow.dataflow.signals import Terminated
 
     options = LaunchOptions(resume=args.resume, live=False if args.plain else None)
     cluster = plan.recipe.cluster
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         train(plan, open_session, options)
-    except Terminated:
-        print("hybridflow train: ended by SIGTERM", file=sys.stderr)  # noqa: T201
-        return 143
+    except Terminated as signal:
+        print(f"hybridflow train: ended by {signal}", file=sys.stderr)  # noqa: T201
+        return 128 + signal.number
     except KeyboardInterrupt:
         print("hybridflow train: interrupted", file=sys.stderr)  # noqa: T201
         return 130

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -18,16 +15,13 @@ from hybridflow.data import PromptDataset, PromptRow, PromptStream, load_dataset
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
 from hybridflow.dataflow.runner import ConcurrentRunner, Runner
+from hybridflow.dataflow.signals import orderly_end
 from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.trainer import Records, Trainer
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.monitor.report import write_report
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.load import resolved_yaml
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends the run as Ctrl-C does, with another exit code."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +44,13 @@ def train(
     happens; the report is written even when the run fails.
     """
     with ExitStack() as stack:
-        stack.enter_context(_terminate_as_interrupt())
+        begin_end = stack.enter_context(orderly_end())
         tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
         feeds = _feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
-        with _ending(folder, records):
+        with _ending(folder, records, begin_end):
             session = stack.enter_context(open_session(folder.path / "logs"))
             team = Team(plan, session, plan.stages[0])
             stack.callback(team.close)
@@ -137,31 +131,16 @@ def _records(
 
 
 @contextmanager
-def _ending(folder: RunFolder, records: Records) -> Iterator[None]:
+def _ending(folder: RunFolder, records: Records, begin_end: Callable[[], None]) -> Iterator[None]:
     """Record how the run ended, and write its report however it did."""
     try:
         yield
     except BaseException as cause:
+        begin_end()
         records.writer.event("error", f"{type(cause).__name__}: {cause}")
         if (folder.path / "metrics.jsonl").stat().st_size:
             write_report(folder.path)
         raise
+    begin_end()
     records.writer.event("finish", "every stage ended")
     records.event("report", str(write_report(folder.path)))
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises ``Terminated`` in the main thread, so that every clean-up runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        raise Terminated(f"signal {signal.Signals(signum).name}")
-
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
