@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,5 +144,19 @@ def test_pools_and_groups_that_do_not_fit_are_refused(
         RaySession()
 
 
-def _lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def _lives(pid: int, patience: float = 30.0) -> bool:
+    """Whether the process is still there after ``patience`` seconds; a killed one takes a moment
+    to go."""
+    deadline = time.monotonic() + patience
+    while _runs(pid):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
