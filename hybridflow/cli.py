@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -38,11 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0 done, 2 the user's mistake (printed as one message), 130 interrupted.
+        The exit status: 0 done, 1 failed, 2 the user's mistake (each printed as one message), 130
+        interrupted.
     """
     args = parse(arguments)
     try:
-        return args.func(args)
+        status = args.func(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # no space, no permission: the message names the file
+        print(f"hybridflow {args.command}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     except ValueError as error:
         print(f"hybridflow {args.command}: {error}", file=sys.stderr)  # noqa: T201
         return 2

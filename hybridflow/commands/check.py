@@ -8,7 +8,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("check", help="report every fault of a recipe; starts nothing")
     parser.add_argument("recipe", help="path of the recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="dotted overrides"
+    )
     parser.set_defaults(func=run)
 
 

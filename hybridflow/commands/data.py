@@ -13,7 +13,9 @@ def add(subparsers: Any) -> None:
         "there are, how many are left out, and how long they are.",
     )
     parser.add_argument("recipe", help="recipe YAML")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. data.chat=false")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. data.chat=false"
+    )
     parser.add_argument("--rows", type=int, default=3, help="samples to show (default 3)")
     parser.set_defaults(func=run)
 

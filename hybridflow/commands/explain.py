@@ -7,7 +7,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("explain", help="print a recipe's graph and batch algebra")
     parser.add_argument("recipe", help="path of the recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="dotted overrides"
+    )
     parser.set_defaults(func=run)
 
 

@@ -5,11 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_FOLDERS = {
-    "quickstart": Path("assets/quickstart"),
-    "smollm2": Path("assets/smollm2-135m"),
-    "reasoning-gym": Path("assets/reasoning_gym"),
-}
+from hybridflow.recipe.assets import FOLDERS
 
 
 def add(subparsers: Any) -> None:
@@ -39,7 +35,7 @@ def _asset(
     subparsers: Any, name: str, make: Callable[[argparse.Namespace], bool], what: str
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=what, description=f"Make {what}.")
-    folder = _FOLDERS[name]
+    folder = FOLDERS[name]
     parser.add_argument(
         "folder", nargs="?", type=Path, default=folder, help=f"where (default {folder})"
     )

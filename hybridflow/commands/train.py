@@ -9,7 +9,9 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     """The command's arguments."""
     parser = subparsers.add_parser("train", help="run a recipe")
     parser.add_argument("recipe", help="recipe YAML")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. output=runs/try")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. output=runs/try"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the run folder's last checkpoint"
     )

@@ -3,6 +3,7 @@
 from hybridflow.data.dataset import PromptDataset, PromptRow, load_dataset
 from hybridflow.data.readers import Table, read_table
 from hybridflow.data.stream import PromptStream
+from hybridflow.data.tokenizer import load_tokenizer
 
 __all__ = [
     "PromptDataset",
@@ -10,5 +11,6 @@ __all__ = [
     "PromptStream",
     "Table",
     "load_dataset",
+    "load_tokenizer",
     "read_table",
 ]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hybridflow.data.dataset import PromptDataset, PromptRow, load_dataset
 from hybridflow.data.stream import PromptStream
+from hybridflow.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ def show_recipe(recipe: Recipe, rows: int, console: Console) -> None:
     Raises:
         ValueError: no tokenizer in the model's folder, or faults in a file.
     """
-    tokenizer = _tokenizer(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.path)
     for title, path in _files(recipe).items():
         dataset = load_dataset(recipe.data, tokenizer, path)
         stream = PromptStream(dataset, recipe.seed, recipe.data.shuffle and title != "evaluation")
@@ -47,15 +48,6 @@ def _files(recipe: Recipe) -> dict[str, str]:
     if recipe.data.eval is not None:
         files["evaluation"] = recipe.data.eval
     return files
-
-
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {path} has no tokenizer that loads: {error}") from error
 
 
 def summary(dataset: PromptDataset, max_prompt_tokens: int) -> str:

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from hybridflow.cluster import Session
-from hybridflow.data import PromptDataset, PromptRow, PromptStream, load_dataset
+from hybridflow.data import (
+    PromptDataset,
+    PromptRow,
+    PromptStream,
+    load_dataset,
+    load_tokenizer,
+)
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
 from hybridflow.dataflow.runner import ConcurrentRunner, Runner
@@ -45,7 +49,7 @@ def train(
     """
     with ExitStack() as stack:
         begin_end = stack.enter_context(orderly_end())
-        tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
+        tokenizer = load_tokenizer(plan.recipe.model.path)
         feeds = _feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
         records = stack.enter_context(_records(plan, folder, resume, options))

@@ -9,7 +9,7 @@ from hybridflow.recipe.catalogue import RoleKind, signature
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import END, Graph, Node
 from hybridflow.recipe.graph_load import parse_graph
-from hybridflow.recipe.names import hint
+from hybridflow.recipe.names import advice
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.source import KeyPath, read_yaml
 
@@ -29,7 +29,7 @@ def read_dataflow(recipe: Recipe, key: KeyPath, value: Any) -> tuple[Graph | Non
     is_path = value.endswith((".yaml", ".yml"))
     path = Path(value) if is_path else SHIPPED / f"{value}.yaml"
     if not is_path and value not in shipped():
-        fix = f"{hint(value, shipped())} A path ends in .yaml"
+        fix = f"{advice(value, shipped())} A path ends in .yaml"
         return None, [Fault(where, f"no dataflow is named '{value}'", fix)]
     if not path.is_file():
         fault = Fault(where, f"there is no dataflow file {path}", "mend the path")

@@ -50,9 +50,7 @@ class Stage:
         """Optimizer steps of the whole stage: those of every update that is due."""
         updates = [node for node in self.graph.nodes if node.call == "update"]
         runs = sum(
-            node.due(step, self.steps)
-            for node in updates
-            for step in range(1 + max(node.delay.values(), default=0), self.steps + 1)
+            node.due_count(1 + max(node.delay.values(), default=0), self.steps) for node in updates
         )
         return runs * self.mini_batches * self.epochs
 

@@ -76,6 +76,15 @@ class Node:
             return True
         return isinstance(self.every, int) and step % self.every == 0
 
+    def due_count(self, first: int, steps: int) -> int:
+        """In how many of the steps ``first``..``steps`` the node runs; ``first`` >= 1."""
+        if first > steps:
+            return 0
+        if self.every is None:
+            return steps - first + 1
+        every = self.every if isinstance(self.every, int) else steps
+        return steps // every - (first - 1) // every + (steps % every > 0)
+
 
 def fields(*same: str, **renamed: str) -> dict[str, str]:
     """``fields("prompts", responses="targets")``: parameters under their own or another name."""

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hybridflow.recipe.faults import Fault, RecipeError
-from hybridflow.recipe.names import hint
+from hybridflow.recipe.names import advice, hint
 from hybridflow.recipe.ranges import Wrong
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_roles import RewardSection, RolesSection
@@ -128,7 +128,7 @@ def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> N
     for name in [*roles]:
         is_reward = isinstance(roles[name], dict) and "function" in roles[name]
         if name not in RolesSection.model_fields and not is_reward:
-            fix = f"{hint(name, RolesSection.model_fields)} A reward role has the key `function`"
+            fix = f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`"
             where = source.origin(("roles", name))
             draft.faults.append(Fault(where, f"unknown role '{name}'", fix))
             draft.untrusted.add(("roles", name))

@@ -17,3 +17,9 @@ def hint(name: str, valid: Iterable[str]) -> str:
     if close is not None:
         return f"did you mean '{close}'?"
     return f"valid: {', '.join(names)}" if names else "there is no valid name"
+
+
+def advice(name: str, valid: Iterable[str]) -> str:
+    """``hint`` as a whole sentence, for another one to follow."""
+    text = hint(name, valid)
+    return text if text.endswith("?") else f"{text}."

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+LARGEST = 2**31 - 1  # what every library behind the recipe can count to
+
 
 class Wrong(ValueError):
     """A value that breaks its rule, with the way to mend it."""
@@ -20,7 +22,8 @@ def _is_number(value: Any) -> bool:
 
 def _clip(value: Any) -> Any:
     bounds = value if isinstance(value, list) else [value]
-    if len(bounds) not in (1, 2) or not all(_is_number(b) and 0 < b < 1 for b in bounds):
+    pair = len(bounds) == (2 if isinstance(value, list) else 1)
+    if not pair or not all(_is_number(b) and 0 < b < 1 for b in bounds):
         what = f"must be a number between 0 and 1 or [low, high], not {value!r}"
         raise Wrong(what, "write `clip: 0.2` or `clip: [0.2, 0.28]`")
     return [float(b) for b in bounds] if isinstance(value, list) else float(value)
@@ -37,7 +40,9 @@ _NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def _run_name(value: Any) -> Any:
-    if not isinstance(value, str) or not _NAME.fullmatch(value) or ".." in value:
+    if not isinstance(value, str):
+        raise Wrong(f"must be a text, not {value!r}", "write letters, or quote it: `name: '3'`")
+    if not _NAME.fullmatch(value) or ".." in value:
         what = f"must be a name without slashes or '..', not {value!r}"
         raise Wrong(what, "use letters, digits, '-', '_' and '.'")
     return value
@@ -74,6 +79,8 @@ FunctionPath = Annotated[str, BeforeValidator(_function_path)]
 Dataflow = Annotated[str | dict[str, Any], BeforeValidator(_dataflow)]
 TopK = Annotated[int, BeforeValidator(_top_k)]
 Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e7)]

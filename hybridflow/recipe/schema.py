@@ -14,6 +14,7 @@ from hybridflow.recipe.ranges import (
     Dataflow,
     NotNegative,
     RunName,
+    Seed,
     Text,
 )
 from hybridflow.recipe.schema_roles import RolesSection
@@ -121,9 +122,7 @@ class Recipe(Section):
     """A whole run."""
 
     name: RunName = Field(examples=["run"], description="name of the run")
-    seed: int = Field(
-        default=0, ge=0, description="seed of data order, initialisation and sampling"
-    )
+    seed: Seed = Field(default=0, description="seed of data order, initialisation and sampling")
     output: Text | None = Field(default=None, description="folder of the run; null: runs/NAME")
     model: ModelSection = Field(examples=[{"path": "model"}], description="the model")
     cluster: ClusterSection = Field(examples=[{"devices_per_node": 1}], description="the machines")

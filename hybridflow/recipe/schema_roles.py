@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridflow.recipe.ranges import Count, FunctionPath, Positive, Text, TopK
+from hybridflow.recipe.ranges import Count, FunctionPath, Positive, Seconds, Text, TopK
 from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.signature import RoleKind
 from megatron_bridge.layout import ParallelLayout
@@ -90,10 +90,10 @@ class RolloutSection(Section):
     max_running_requests: Count | None = Field(
         default=None, description="most samples that a server decodes at once; null: its own choice"
     )
-    start_timeout_seconds: Positive = Field(
+    start_timeout_seconds: Seconds = Field(
         default=180.0, description="deadline of a server's start"
     )
-    request_timeout_seconds: Positive = Field(default=600.0, description="deadline of a request")
+    request_timeout_seconds: Seconds = Field(default=600.0, description="deadline of a request")
     colocate: Literal["actor"] | None = Field(default=None, description="share the actor's devices")
     python: Text | None = Field(
         default=None,
@@ -110,7 +110,7 @@ class RewardSection(Section):
     )
     parameters: dict[str, Any] = Field(default={}, description="keyword arguments of the function")
     workers: Count = Field(default=1, description="processes that score")
-    timeout_seconds: Positive = Field(default=60.0, description="deadline of one batch's scoring")
+    timeout_seconds: Seconds = Field(default=60.0, description="deadline of one batch's scoring")
 
 
 class RolesSection(Section):

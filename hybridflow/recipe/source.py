@@ -91,6 +91,9 @@ def parse_yaml(text: str, file: str, numbered: bool = True) -> Source:
         problem = getattr(error, "problem", None) or getattr(error, "reason", "invalid text")
         source.faults.append(Fault(where, f"not valid YAML: {problem}", "mend the YAML syntax"))
         return source
+    except RecursionError:
+        source.faults.append(Fault(file, "nested too deeply", "write fewer levels"))
+        return source
     if root is not None:
         source.data = _Reader(source, file, numbered).value(root, (), ())
     return source

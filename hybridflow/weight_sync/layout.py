@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.recipe.names import hint
+from hybridflow.recipe.names import advice
 
 _ARCHITECTURES = {
     # HuggingFace class: (q_norm and k_norm, bias on q, k and v)
@@ -88,7 +88,7 @@ def geometry(config: Mapping[str, Any]) -> Geometry:
     name = (config.get("architectures") or ["none"])[0]
     if name not in _ARCHITECTURES:
         raise ValueError(
-            f"the server layout of {name!r} is not known; {hint(name, _ARCHITECTURES)} "
+            f"the server layout of {name!r} is not known; {advice(name, _ARCHITECTURES)} "
             "Add a row to hybridflow/weight_sync/layout.py."
         )
     for key in ("attention_bias", "mlp_bias"):

@@ -9,6 +9,7 @@ import torch
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.transfer import DATA_PARALLEL, transfer
+from hybridflow.data import load_tokenizer
 from hybridflow.recipe.axes import Axis
 from hybridflow.rewards import RewardItem, resolve, score_batch
 
@@ -31,9 +32,7 @@ class RewardWorker:
         timeout_seconds: float,
         own_process: bool,
     ) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        self._tokenizer = load_tokenizer(model_path)
         self._function = resolve(function, parameters)
         self._timeout_seconds = timeout_seconds
         self._own_process = own_process

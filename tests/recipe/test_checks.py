@@ -45,6 +45,8 @@ SETTINGS = [
     ("dataflow=mute.yaml", "checkpoint.every does nothing", "call: save"),
     ("data.train=absent.jsonl", "no data file absent.jsonl", "mend the path"),
     ("data.train=model/tokenizer.json", "none of .jsonl, .csv", "mend the file"),
+    ("data.train=assets/quickstart/x.jsonl", "no data file assets", "`hybridflow make quickstart`"),
+    ("model.path=assets/smollm2-135m", "no model folder assets", "run `hybridflow make smollm2`"),
     ("model.path=absent", "no model folder absent", "mend the path"),
     ("roles.rollout.engine=sglang", "no interpreter .venv-sglang/bin/python", "make sglang"),
     ("roles.rollout.parallel.tp=2", "local engine runs on one device", "engine: sglang"),
@@ -211,6 +213,19 @@ def test_broken_data_names_the_line(workspace: Path, content: bytes, what: str):
     (workspace / "train.jsonl").write_bytes(content)
     found = faults_of("data.prompts_per_step=2", "roles.actor.parallel.dp=1")
     assert any(what in fault for fault in found), found
+
+
+def test_a_column_twice_is_a_fault(workspace: Path):
+    Path("twice.csv").write_text("prompt,answer,answer\n" + "a,b,c\n" * 9)
+    assert faults_of("data.train=twice.csv") == [
+        "twice.csv:1: a column name stands twice. Fix: mend the file."
+    ]
+
+
+def test_values_nested_without_end_are_a_fault(workspace: Path):
+    Path("train.jsonl").write_text("[" * 100_000 + "\n")
+    assert any("train.jsonl:1: the line is not JSON" in fault for fault in faults_of())
+    assert "nested too deeply" in faults_of("seed=" + "[" * 10_000)[0]
 
 
 def test_other_formats(workspace: Path):

@@ -21,6 +21,15 @@ PUBLISH = "publish: {role: actor, call: publish, to: rollout, after: [update]}"
 NODES = (GENERATE, SCORE, ADVANTAGE, UPDATE, PUBLISH)
 
 
+@pytest.mark.parametrize("every", [None, "end", 1, 3, 7, 20])
+def test_the_number_of_steps_in_which_a_node_is_due(every: int | str | None):
+    node = Node("n", every=every)
+    for steps in range(1, 15):
+        for first in range(1, 17):
+            due = [step for step in range(first, steps + 1) if node.due(step, steps)]
+            assert node.due_count(first, steps) == len(due), (first, steps)
+
+
 def faults_of(*nodes: str, inputs: str = "[prompts, answers]") -> list[str]:
     """Faults of a graph written one node a line, the first on line 3."""
     lines = "".join(f"  {node}\n" for node in nodes)

@@ -67,7 +67,7 @@ def test_origins_name_file_and_line(workspace: Path):
 @settings(max_examples=15, deadline=None)
 @given(
     lr=st.floats(1e-9, 1.0, exclude_min=True),
-    seed=st.integers(0, 2**40),
+    seed=st.integers(0, 2**31 - 1),
     shuffle=st.booleans(),
     name=st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True),
 )
@@ -116,6 +116,12 @@ CASES = [
     ("roles.rollout.sampling.top_k=0", "must be at least 1, or -1"),
     ("algorithm.clip=1.0", "`algorithm.clip` must be a number between 0 and 1"),
     ("algorithm.clip=[0.2, 2]", "`algorithm.clip` must be a number between 0 and 1"),
+    ("algorithm.clip=[0.1]", "`algorithm.clip` must be a number between 0 and 1"),
+    ("steps=100000000000000000000", "must be less than or equal to 2147483647"),
+    ("seed=2147483648", "must be less than or equal to 2147483647"),
+    ("roles.reward.timeout_seconds=1e300", "must be less than or equal to 10000000"),
+    ("name=3", "`name` must be a text, not 3. Fix: write letters, or quote it"),
+    ("roles.brevity={functio: length}", "valid: actor, reference, reward, rollout. A reward role"),
     ("algorithm.clip=[0.1, 0.2, 0.3]", "`algorithm.clip` must be a number between 0 and 1"),
     ("roles.actor.optimizer.betas=[0.9]", "two numbers in [0, 1)"),
     ("name=a/b", "without slashes"),

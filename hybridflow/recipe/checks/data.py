@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow.recipe.assets import how_to_make
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.files import Found, look
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.names import hint
+from hybridflow.recipe.names import advice
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def file_faults(context: Context) -> Iterator[Fault]:
         if not path.exists():
             if use.path not in seen:
                 what = f"there is no data file {use.path}"
-                yield context.fault(use.key, what, "make the data, or mend the path")
+                fix = f"{how_to_make(use.path, 'make the data')}, or mend the path"
+                yield context.fault(use.key, what, fix)
             seen[use.path] = Found()
             continue
         if use.path not in seen:
@@ -70,7 +72,7 @@ def _content_faults(context: Context, use: _Use, found: Found) -> Iterator[Fault
         column = getattr(context.recipe.data, name)
         if found.columns is not None and column not in found.columns:
             what = f"{use.path} has no column '{column}'"
-            fix = f"{hint(column, found.columns)} Set data.{name}"
+            fix = f"{advice(column, found.columns)} Set data.{name}"
             yield context.fault(f"data.{name}", what, fix)
 
 

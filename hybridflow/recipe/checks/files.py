@@ -81,7 +81,7 @@ def _json_row(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return None, "the line is not UTF-8"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, f"the line is not JSON: {error}"
     if not isinstance(row, dict):
         return None, "the line is not a JSON object"
@@ -94,6 +94,8 @@ def _csv(path: Path) -> Found:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
             found = Found(columns=set(header))
+            if len(header) > len(set(header)):
+                found.problems.append((1, "a column name stands twice"))
             for row in filter(None, reader):
                 found.rows += 1
                 if len(row) != len(header) and len(found.problems) < SHOWN_PROBLEMS:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hybridflow.recipe.assets import how_to_make
 from hybridflow.recipe.checks.context import Check, Context, missing_sizes
 from hybridflow.recipe.faults import Fault
 
@@ -21,7 +22,8 @@ def folder_faults(context: Context) -> Iterator[Fault]:
     folder = context.model_folder
     if folder is None:
         what = f"there is no model folder {context.recipe.model.path}"
-        yield context.fault("model.path", what, "make or download the model, or mend the path")
+        fix = how_to_make(context.recipe.model.path, "make or download the model")
+        yield context.fault("model.path", what, f"{fix}, or mend the path")
         return
     yield from _config_faults(context, folder / "config.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

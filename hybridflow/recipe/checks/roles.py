@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.names import hint
+from hybridflow.recipe.names import advice, hint
 from hybridflow.recipe.schema_roles import RewardSection
 
 SGLANG_PYTHON = ".venv-sglang/bin/python"
@@ -31,7 +31,7 @@ def reward_faults(context: Context) -> Iterator[Fault]:
             yield from _module_faults(context, key, section.function)
         else:
             what = f"unknown reward '{section.function}'"
-            fix = f"{hint(section.function, REWARDS)} Your own is 'pkg.mod.fn' or 'file.py:fn'"
+            fix = f"{advice(section.function, REWARDS)} Your own is 'pkg.mod.fn' or 'file.py:fn'"
             yield context.fault(key, what, fix)
 
 
@@ -60,7 +60,7 @@ def _module_faults(context: Context, key: str, function: str) -> Iterator[Fault]
         spec = PathFinder.find_spec(part, search) if search is not None else None
         if spec is None:
             what = f"there is no module '{module}' for the reward '{function}'"
-            fix = f"{hint(function, REWARDS)} Install the module, or give 'file.py:fn'"
+            fix = f"{advice(function, REWARDS)} Install the module, or give 'file.py:fn'"
             yield context.fault(key, what, fix)
             return
         file = spec.origin
