@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from hybridflow.megatron.checkpoint import MEND
 from hybridflow.recipe.output import LOCK_FILE, output_problem
 
 STATE_FILE = "state.json"
@@ -84,8 +85,7 @@ class RunFolder:
         found = []
         for state in self.checkpoints_path.glob(f"*/{STATE_FILE}"):
             if not state.parent.name.endswith(".partial"):
-                progress = Progress(**json.loads(state.read_text()))
-                found.append(Checkpoint(state.parent, progress))
+                found.append(Checkpoint(state.parent, _read_progress(state)))
         return sorted(found, key=lambda checkpoint: checkpoint.progress.global_step)
 
     def begin_checkpoint(self, progress: Progress) -> Path:
@@ -130,6 +130,17 @@ class RunFolder:
         """Clear what an ended run left half-written."""
         for partial in self.checkpoints_path.glob("*.partial"):
             shutil.rmtree(partial)
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
+        if all(type(value) is int for value in asdict(progress).values()):
+            return progress
+        reason = "a value is no integer"
+    except (ValueError, TypeError) as error:
+        reason = str(error)
+    raise ValueError(f"{path} is damaged: {reason}; {MEND}")
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.observer import Decode, Observer
@@ -53,6 +54,7 @@ class Trainer:
         self._records = records
         self._runner = runner
         self._decode = decode
+        self._unfinished: tuple[Path, Progress] | None = None
 
     def run(self, resume: Checkpoint | None = None) -> None:
         """Every stage that is left, then the export."""
@@ -96,6 +98,7 @@ class Trainer:
             start = time.perf_counter()
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
             self._record(outcome, observer, time.perf_counter() - start)
+            self._finish_checkpoint()
 
     def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> None:
         context = outcome.context
@@ -109,7 +112,7 @@ class Trainer:
         self._records.console.step(context.step, context.stage, metrics, nodes, seconds)
 
     def _save(self, index: int, stage: Stage, context: StepContext) -> str:
-        """A whole checkpoint of the run after this step."""
+        """The run after this step, in a folder that does not count yet; its name when it does."""
         progress = Progress(
             stage_index=index,
             step=context.step,
@@ -119,8 +122,14 @@ class Trainer:
         )
         partial = self._folder.begin_checkpoint(progress)
         self._team.save(partial / "actor")
-        folder = self._folder.finish_checkpoint(
-            partial, progress, self._plan.recipe.checkpoint.keep
-        )
+        self._unfinished = partial, progress
+        return str(partial.with_suffix(""))
+
+    def _finish_checkpoint(self) -> None:
+        """A checkpoint counts once its step is recorded: what goes on from it leaves no gap."""
+        if self._unfinished is None:
+            return
+        keep = self._plan.recipe.checkpoint.keep
+        folder = self._folder.finish_checkpoint(*self._unfinished, keep)
+        self._unfinished = None
         self._records.event("checkpoint", str(folder))
-        return str(folder)

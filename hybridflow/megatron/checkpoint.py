@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from megatron_bridge.layout import ParallelLayout
 
 VERSION = 1
 _SCALARS = "engine.json"
+MEND = "restore it, or remove this checkpoint's folder to resume from the one before"
 
 
 def save(
@@ -57,25 +58,31 @@ def load(folder: Path, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[
     """This rank's tensors, on the CPU, and the scalars.
 
     Raises:
-        ValueError: there is no checkpoint here, or it is of another layout or version.
+        ValueError: there is no checkpoint here, it is of another layout or version, or damaged.
     """
     path = folder / _SCALARS
     if not path.is_file():
         raise ValueError(f"{folder} holds no engine checkpoint: {_SCALARS} is missing")
-    scalars = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        scalars = json.loads(path.read_text(encoding="utf-8"))
+        saved = ParallelLayout(**scalars["layout"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error}; {MEND}") from error
     if scalars["version"] != VERSION:
         raise ValueError(
             f"{folder} is a checkpoint of version {scalars['version']}; this code reads {VERSION}"
         )
-    saved = ParallelLayout(**scalars["layout"])
     if saved != layout:
         raise ValueError(
             f"{folder} was saved at {_spell(saved)} and this run is at {_spell(layout)}; resume at "
             "the saved layout, or start a new run from the exported model"
         )
-    with safe_open(folder / _file_name(layout), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors, scalars
+    tensors_path = folder / _file_name(layout)
+    try:
+        with safe_open(tensors_path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, scalars  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{tensors_path} is damaged: {error}; {MEND}") from error
 
 
 def _file_name(layout: ParallelLayout) -> str:

@@ -1,6 +1,7 @@
 """Whole runs in this process: a real engine, a real rollout server, no Ray."""
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -8,7 +9,7 @@ import yaml
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.runner import ConcurrentRunner, SerialRunner
-from hybridflow.monitor import read_metrics, read_rollouts
+from hybridflow.monitor import RunWriter, read_metrics, read_rollouts
 from hybridflow.recipe.compile import compile_recipe
 
 
@@ -141,6 +142,21 @@ def test_resume_goes_on_where_the_checkpoint_was(make_recipe, tmp_path) -> None:
     assert again == strip, "the steps after the checkpoint repeat bit for bit"
     versions = [row["weights/version"] for row in measured(resumed) if "weights/version" in row]
     assert versions == sorted(versions), "the counter never goes back"
+
+
+def test_a_checkpoint_counts_once_its_step_is_recorded(make_recipe, tmp_path, monkeypatch) -> None:
+    record = RunWriter.step
+
+    def full(self: RunWriter, step: int, stage: str, *rest: Any) -> None:
+        if (stage, step) == ("main", 2):
+            raise OSError(28, "No space left on device")
+        record(self, step, stage, *rest)
+
+    monkeypatch.setattr(RunWriter, "step", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(make_recipe("steps=4"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-000002", "step-000004.partial"]
 
 
 def test_a_failing_reward_names_the_node_the_function_and_the_sample(make_recipe, tmp_path):

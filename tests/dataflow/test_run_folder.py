@@ -44,6 +44,15 @@ def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
     assert not partial.exists()
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', "null"])
+def test_a_damaged_state_is_named(tmp_path, text: str) -> None:
+    folder = create(tmp_path / "run", "name: a\n")
+    save(folder, 1)
+    (folder.checkpoints_path / "step-000001" / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="step-000001/state.json is damaged: .*; restore it, or"):
+        folder.checkpoints()
+
+
 def test_an_earlier_run_is_kept_aside(tmp_path) -> None:
     for name in ("first", "second", "third"):
         create(tmp_path / "run", f"name: {name}\n")

@@ -80,6 +80,10 @@ def test_what_does_not_fit_is_refused(tiny_qwen3: str, tied_qwen3: str, tmp_path
         run_ranks(load, 1, tiny_qwen3, one, tmp_path / "saved", dtype=torch.bfloat16)
     with pytest.raises(RanksFailed, match="holds no engine checkpoint"):
         run_ranks(load, 1, tiny_qwen3, one, tmp_path / "absent")
+    file = tmp_path / "saved" / "tp0_pp0.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(RanksFailed, match="tp0_pp0.safetensors is damaged: .*resume from the one"):
+        run_ranks(load, 1, tiny_qwen3, one, tmp_path / "saved")
 
 
 def stages(path: str) -> dict[str, Any]:
