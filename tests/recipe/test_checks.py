@@ -215,6 +215,16 @@ def test_broken_data_names_the_line(workspace: Path, content: bytes, what: str):
     assert any(what in fault for fault in found), found
 
 
+@pytest.mark.parametrize(("stage", "key"), [("grpo", "dataflow"), ("sft", "warm_start.dataflow")])
+def test_training_that_no_server_hears_of_is_a_fault(workspace: Path, stage: str, key: str):
+    text = (ROOT / f"recipes/dataflows/{stage}.yaml").read_text()
+    lines = [line for line in text.splitlines(True) if "call: publish" not in line]
+    Path("quiet.yaml").write_text("".join(lines).replace("after: [publish]", "after: [update]"))
+    (found,) = faults_of("warm_start={steps: 2, prompts_per_step: 2, lr: 1}", f"{key}=quiet.yaml")
+    assert "'update' trains the actor, but no node publishes its weights" in found
+    assert "add `publish: {role: actor, call: publish, to: rollout, after: [update]}`" in found
+
+
 def test_a_column_twice_is_a_fault(workspace: Path):
     Path("twice.csv").write_text("prompt,answer,answer\n" + "a,b,c\n" * 9)
     assert faults_of("data.train=twice.csv") == [

@@ -45,6 +45,17 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
         yield Fault(node.origin, what, fix)
 
 
+def publish_faults(context: Context) -> Iterator[Fault]:
+    """A stage that trains without a word to the servers that sample, in it or later."""
+    for number, stage in enumerate(context.stages):
+        updates = [node for node in stage.graph.nodes if node.call == "update"]
+        publishes = any(node.call == "publish" for node in stage.graph.nodes)
+        if updates and not publishes and any(s.generates for s in context.stages[number:]):
+            what = f"node '{updates[-1].name}' trains the actor, but no node publishes its weights"
+            call = f"{{role: actor, call: publish, to: rollout, after: [{updates[-1].name}]}}"
+            yield Fault(updates[-1].origin, what, f"add `publish: {call}`")
+
+
 def group_faults(context: Context) -> Iterator[Fault]:
     """Group sizes that the graph cannot work with."""
     for stage in context.stages:
@@ -110,6 +121,7 @@ GRAPH_KEYS = (
 CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
     Check(GRAPH_KEYS, update_faults),
+    Check(GRAPH_KEYS, publish_faults),
     Check((*GRAPH_KEYS, "data.samples_per_prompt"), group_faults),
     Check((*GRAPH_KEYS, "evaluation", "data.eval"), evaluation_faults),
     Check((*GRAPH_KEYS, "evaluation", "checkpoint"), section_faults),
