@@ -178,6 +178,10 @@ class RaySession:
             processes.MARK: mark,
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
+            # Each step frees and takes the same buffers: keep them, or every step faults its pages
+            # in anew.
+            "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+            "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
         }
         common = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
         if pool is None:
