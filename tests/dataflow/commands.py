@@ -1,5 +1,6 @@
 """`hybridflow train` as a process of its own, watched from outside."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from hybridflow.cluster import processes
 
 DEADLINE = 240.0
 MARK = "HYBRIDFLOW_TEST_RUN"
@@ -54,6 +57,15 @@ class TrainCommand:
     def processes(self, *parts: str) -> list[psutil.Process]:
         """This run's processes whose command line holds every one of ``parts``."""
         return [p for p in psutil.process_iter() if self._is_ours(p, parts)]
+
+    def workers(self, role: str) -> list[psutil.Process]:
+        """The Ray processes of a role's ranks, without what they have started."""
+        found = []
+        for process in self.processes("ray::"):
+            with contextlib.suppress(psutil.Error):
+                if f"/{role}" in process.environ().get(processes.MARK, ""):
+                    found.append(process)
+        return found
 
     def left_over(self, seconds: float = 60.0) -> list[str]:
         """Command lines of processes that are still there after ``seconds``."""

@@ -44,7 +44,7 @@ def test_a_killed_rollout_server(running) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_actor_rank(running, number) -> None:
-    (rank, *_) = running.processes("ModelWorker") or running.processes("actor")
+    (rank, *_) = running.workers("actor")
     rank.send_signal(number)
     assert running.wait() == 1
     assert "actor rank" in running.output and "died" in running.output, running.output
