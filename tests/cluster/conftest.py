@@ -26,7 +26,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySession]:
     try:
         yield session
         children += psutil.Process().children(recursive=True)
-        assert processes.marked(session.mark), "the mark finds this session's workers"
     finally:
         session.close()
     session.close()

@@ -19,6 +19,7 @@ from hybridflow.cluster import (
     Session,
     WorkerError,
     WorkerGroup,
+    processes,
 )
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
@@ -38,8 +39,9 @@ def local() -> Iterator[LocalSession]:
         yield session
 
 
-def test_ranks_meet_over_the_rendezvous(pair: WorkerGroup) -> None:
+def test_ranks_meet_over_the_rendezvous(pair: WorkerGroup, session: RaySession) -> None:
     assert pair.run(Worker.total, 5) == [11, 11]
+    assert len(processes.marked(f"{session.mark}pair/")) == 2, "the mark finds the ranks"
 
 
 def test_a_batch_goes_to_the_ranks_and_back(pair: WorkerGroup, batch: Batch) -> None:
