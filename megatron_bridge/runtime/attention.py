@@ -7,14 +7,24 @@ real query never sees the padding behind it, so no further mask is needed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_data_parallel_group, get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
 from torch import Tensor
+
+from megatron_bridge.runtime import device
 
 # A shorter sequence joins a bucket while it fills this share of the bucket's length ...
 _FILL = 0.75
@@ -47,10 +57,12 @@ class Plan:
         buckets: in order of falling length.
         scatter: [T] place of each token in the concatenated buckets; None when the pack already is
             one bucket without padding, so that views serve.
+        masks: of the layers that need other masks than the plain causal one.
     """
 
     buckets: list[Bucket]
     scatter: Tensor | None
+    masks: "Masks" = field(default_factory=lambda: Masks())
 
 
 def plan(lengths: list[int], device: torch.device) -> Plan:
@@ -132,33 +144,123 @@ class _Scatter(torch.autograd.Function):
         return None, *gradients
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Tensor:
-    """Attention of one bucket: q [B*L, H, D], k and v [B*L, K, D] -> [B*L, H, D]."""
-    shape = (bucket.rows, bucket.length)
-    q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, form: "Form", masks: "Masks") -> Tensor:
+    """Causal attention of whole rows.
+
+    Args:
+        q: [B, H, L, D]; k: [B, K, L, D]; v: [B, K, L, V] with V at most D.
+
+    Returns:
+        [B, H, L, V]
+    """
+    length, value_dim = q.shape[-2], v.shape[-1]
+    mask = masks.of(form, length, q.device)
+    if form.sinks is not None:
+        q, k, v = _with_sinks(q, k, v, form.sinks, scale)
+    if v.shape[-1] != q.shape[-1]:
+        # The quick kernel wants one head size; the others' columns are zeros and are dropped.
+        v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
     out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.transpose(1, 2).reshape(bucket.rows * bucket.length, *out.shape[1::2])
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, plan_: Plan, scale: float) -> Tensor:
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives every query one more key, in front, whose logit is its head's sink and value is zero.
+
+    One more column of the head carries it: the sink (over the scale) in the queries, one in that
+    key and zero in the others. So the quick kernel and its gradient serve.
+    """
+    column = (sinks_H / scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
+    key = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
+    key[..., -1] = 1
+    return (
+        torch.cat([q, column], -1),
+        torch.cat([key, F.pad(k, (0, 1))], -2),
+        F.pad(v, (0, 0, 1, 0)),
+    )
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer's attention differs from plain causal attention.
+
+    Attributes:
+        window: how many tokens a query sees, itself included; None: all before it.
+        sinks: [H] a logit per head that takes part in the softmax and has no value; None: no such.
+    """
+
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+class Masks:
+    """Boolean masks (True: seen) by length and form; all layers of one form share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int | None, bool], Tensor] = {}
+
+    def of(self, form: Form, length: int, device: torch.device) -> Tensor | None:
+        """[L, L], with a column more in front for a sink; None: the plain causal mask serves."""
+        window = form.window if form.window is not None and form.window < length else None
+        sink = form.sinks is not None
+        if window is None and not sink:
+            return None
+        key = (length, window, sink)
+        if key not in self._known:
+            self._known[key] = _mask(length, window, sink, device)
+        return self._known[key]
+
+
+def _mask(length: int, window: int | None, sink: bool, device: torch.device) -> Tensor:
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    return F.pad(seen, (1, 0), value=True) if sink else seen
+
+
+_PLAIN = Form()
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan_: Plan, scale: float, form: Form = _PLAIN
+) -> Tensor:
     """Causal attention within each sequence of a pack.
 
     Args:
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim].
+        q: [T, heads, head_dim]; k: [T, kv_heads, head_dim]; v: [T, kv_heads, value_dim].
 
     Returns:
-        [T, heads, head_dim]
+        [T, heads, value_dim]
     """
     if plan_.scatter is None:
-        return _causal(q, k, v, plan_.buckets[0], scale)
+        return _of_bucket(q, k, v, plan_, 0, scale, form)
     q_rows, k_rows, v_rows = (_Gather.apply(x, plan_) for x in (q, k, v))
     rows = [
-        _causal(q_rows[i], k_rows[i], v_rows[i], bucket, scale)  # type: ignore[index]
-        for i, bucket in enumerate(plan_.buckets)
+        _of_bucket(q_rows[i], k_rows[i], v_rows[i], plan_, i, scale, form)  # type: ignore[index]
+        for i in range(len(plan_.buckets))
     ]
     return _Scatter.apply(plan_, *rows)  # type: ignore[return-value]
+
+
+def _of_bucket(
+    q: Tensor, k: Tensor, v: Tensor, plan_: Plan, index: int, scale: float, form: Form
+) -> Tensor:
+    """Attention of one bucket: q [B*L, H, D], k [B*L, K, D], v [B*L, K, V] -> [B*L, H, V]."""
+    bucket = plan_.buckets[index]
+    shape = (bucket.rows, bucket.length)
+    q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    out = _causal(q, k, v, scale, form, plan_.masks)
+    return out.transpose(1, 2).reshape(bucket.rows * bucket.length, *out.shape[1::2])
 
 
 def _plan_of(packed: PackedSeqParams, device: torch.device) -> Plan:
@@ -173,16 +275,38 @@ def _plan_of(packed: PackedSeqParams, device: torch.device) -> Plan:
 
 
 class CoreAttention(MegatronModule):
-    """Causal core attention for Megatron's SelfAttention, on CPU or GPU.
+    """Causal core attention for Megatron's SelfAttention and MLASelfAttention, on CPU or GPU.
 
     Takes packed sequences (``packed_seq_params``, THD) or a rectangular batch without padding.
+    Sliding windows and sinks follow the TransformerConfig (``window_size``,
+    ``window_attn_skip_freq``, ``softmax_type``), as in transformer-engine, and the sinks have its
+    name, ``softmax_offset``.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_unused: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        *,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout:
+        if attention_dropout or config.attention_dropout:
             raise ValueError("attention dropout is not supported; set attention_dropout=0")
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if config.context_parallel_size != 1:
+            raise ValueError("context parallelism needs transformer-engine; use cp=1 without it")
+        head_dim = config.kv_channels if k_channels is None else k_channels
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        self.window = _window(config, layer_number)
+        self.softmax_offset = _sinks(config, pg_collection)
+        self.groups = pg_collection
 
     def forward(
         self,
@@ -194,14 +318,66 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """[T, H, D] -> [T, H * D] when packed, else [S, B, H, D] -> [S, B, H * D]."""
+        """[T, H, D] -> [T, H * V] when packed, else [S, B, H, D] -> [S, B, H * V]."""
         if attention_mask is not None:
             raise ValueError("attention masks are not supported; pack the sequences (THD) instead")
+        form = Form(self.window, self.softmax_offset)
         if packed_seq_params is not None:
             plan_ = _plan_of(packed_seq_params, query.device)
-            return packed_attention(query, key, value, plan_, self.scale).flatten(1)
+            return packed_attention(query, key, value, plan_, self.scale, form).flatten(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        return _causal(q, k, v, self.scale, form, Masks()).permute(2, 0, 1, 3).flatten(2)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """The sinks, cut over tensor parallelism by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=tensor_group(self.groups),
+            dp_cp_group=_replicas(metadata),
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _replicas(metadata: dict[str, Any] | None) -> Any:
+    """The ranks that hold the same part of a tensor."""
+    known = (metadata or {}).get("dp_cp_group")
+    return get_data_parallel_group(with_context_parallel=True) if known is None else known
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """How many tokens a query of this layer sees, itself included; None: all before it."""
+    size, frequency = config.window_size, config.window_attn_skip_freq
+    if not is_layer_window_attention(size, frequency, layer_number) or size[0] < 0:
+        return None
+    return size[0] + 1
+
+
+def _sinks(config: Any, groups: Any) -> torch.nn.Parameter | None:
+    """A learnable logit for each of this rank's heads, where the config asks for them."""
+    if config.softmax_type == "vanilla":
+        return None
+    if config.softmax_type != "learnable":
+        raise ValueError(f"softmax_type='{config.softmax_type}' is not supported; use 'learnable'")
+    per_rank = divide(config.num_attention_heads, tensor_group(groups).size())
+    empty = torch.empty(per_rank, device=device.device(), dtype=config.params_dtype)
+    sinks = torch.nn.Parameter(empty)
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    if config.perform_initialization:
+        tracker = get_cuda_rng_tracker()
+        assert tracker is not None
+        with tracker.fork():
+            config.init_method(sinks)
+    return sinks
+
+
+def tensor_group(groups: Any) -> Any:
+    """The tensor-parallel group of a module: the one that it was given, or Megatron's own."""
+    given = getattr(groups, "tp", None)
+    return get_tensor_model_parallel_group() if given is None else given
