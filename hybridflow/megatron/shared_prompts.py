@@ -8,7 +8,6 @@ prompt gets from each of its responses.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -46,22 +45,20 @@ def sequences_of(pack: Pack, by_position: bool) -> PackSequences:
     )
 
 
-class SharedPromptAttention(torch.nn.Module):
-    """A core attention, ``[T, heads, head_dim] -> [T, heads * head_dim]``, over shared prompts."""
+def _spread(_core: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A forward pre-hook of a core attention: queries, keys and values of whole sequences."""
+    expand_E = getattr(options["packed_seq_params"], "expand_E", None)
+    if expand_E is None:
+        return None
+    query, key, value, *others = inputs
+    whole = (x.index_select(0, expand_E) for x in (query, key, value))
+    return (*whole, *others), options
 
-    def __init__(self, core: CoreAttention) -> None:
-        super().__init__()
-        self.core = core
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-    ) -> Any:
-        sequences = options["packed_seq_params"]
-        expand_E = sequences.expand_E
-        if expand_E is None:
-            return self.core(query, key, value, *others, **options)
-        whole = (x.index_select(0, expand_E) for x in (query, key, value))
-        return self.core(*whole, *others, **options).index_select(0, sequences.place_T)
+def _gather(_core: Any, _inputs: Any, options: dict[str, Any], output_ED: Tensor) -> Any:
+    """A forward hook of a core attention: the outputs of the pack's own tokens."""
+    place_T = getattr(options["packed_seq_params"], "place_T", None)
+    return None if place_T is None else output_ED.index_select(0, place_T)
 
 
 class Positions:
@@ -70,8 +67,21 @@ class Positions:
     def __init__(self) -> None:
         self.position_ids_T: Tensor | None = None
 
-    def pick(self, _module: Any, _inputs: Any, angles_L11D: Tensor) -> Tensor:
-        """A forward hook of Megatron's rotary embedding: ``[T, 1, 1, D]``."""
+    def pick(self, _module: Any, _inputs: Any, angles: Any) -> Any:
+        """A forward hook of Megatron's rotary embedding.
+
+        Args:
+            angles: [L, 1, 1, D]; with YaRN a tuple of these and their scale.
+
+        Returns:
+            The same of the pack's tokens: [T, 1, 1, D].
+        """
+        if isinstance(angles, tuple):
+            angles_L11D, *scale = angles
+            return self._of_tokens(angles_L11D), *scale
+        return self._of_tokens(angles)
+
+    def _of_tokens(self, angles_L11D: Tensor) -> Tensor:
         assert self.position_ids_T is not None
         return angles_L11D.index_select(0, self.position_ids_T)
 
@@ -80,14 +90,35 @@ def install(model: Any) -> Positions | None:
     """Prepares a ``GPTModel`` for packs with shared prompts.
 
     Returns:
-        What is told the positions of each pack; None when the model's attention is not ours (that
-        of transformer-engine reads sequences in place, so its packs must share nothing).
+        What is told the positions of each pack. None when packs must share nothing: where the
+        model's attention is not ours (that of transformer-engine reads sequences in place), or
+        where experts are balanced by how many tokens they got (each prompt would count once).
     """
     attentions = [layer.self_attention for layer in model.decoder.layers]
-    if not all(isinstance(attention.core_attention, CoreAttention) for attention in attentions):
+    ours = all(isinstance(attention.core_attention, CoreAttention) for attention in attentions)
+    if not ours or _balances_experts(model.config):
         return None
     for attention in attentions:
-        attention.core_attention = SharedPromptAttention(attention.core_attention)
+        # Hooks: a wrapper would change the names of the attention's own parameters (its sinks).
+        attention.core_attention.register_forward_pre_hook(_spread, with_kwargs=True)
+        attention.core_attention.register_forward_hook(_gather, with_kwargs=True)
     positions = Positions()
-    model.rotary_pos_emb.register_forward_hook(positions.pick)
+    for rotary in _rotaries(model, attentions):
+        rotary.register_forward_hook(positions.pick)
     return positions
+
+
+def _rotaries(model: Any, attentions: list[Any]) -> list[Any]:
+    """The rotary embeddings: the model's own, or with latent attention one for each layer."""
+    if model.config.multi_latent_attention:
+        return [attention.rotary_pos_emb for attention in attentions]
+    return [model.rotary_pos_emb]
+
+
+def _balances_experts(config: Any) -> bool:
+    """Whether training depends on the number of tokens that each expert gets."""
+    if config.num_moe_experts is None:
+        return False
+    coefficient = config.moe_aux_loss_coeff
+    losses = coefficient if isinstance(coefficient, list) else [coefficient]
+    return any(losses) or config.moe_router_enable_expert_bias

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_data_parallel_group, get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
@@ -25,6 +23,8 @@ from megatron.core.utils import divide
 from torch import Tensor
 
 from megatron_bridge.runtime import device
+from megatron_bridge.runtime.attention_kernel import Form, Masks, attend
+from megatron_bridge.runtime.module_groups import replicas, tensor_ranks
 
 # A shorter sequence joins a bucket while it fills this share of the bucket's length ...
 _FILL = 0.75
@@ -62,7 +62,7 @@ class Plan:
 
     buckets: list[Bucket]
     scatter: Tensor | None
-    masks: "Masks" = field(default_factory=lambda: Masks())
+    masks: Masks = field(default_factory=Masks)
 
 
 def plan(lengths: list[int], device: torch.device) -> Plan:
@@ -144,90 +144,6 @@ class _Scatter(torch.autograd.Function):
         return None, *gradients
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, form: "Form", masks: "Masks") -> Tensor:
-    """Causal attention of whole rows.
-
-    Args:
-        q: [B, H, L, D]; k: [B, K, L, D]; v: [B, K, L, V] with V at most D.
-
-    Returns:
-        [B, H, L, V]
-    """
-    length, value_dim = q.shape[-2], v.shape[-1]
-    mask = masks.of(form, length, q.device)
-    if form.sinks is not None:
-        q, k, v = _with_sinks(q, k, v, form.sinks, scale)
-    if v.shape[-1] != q.shape[-1]:
-        # The quick kernel wants one head size; the others' columns are zeros and are dropped.
-        v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out if out.shape[-1] == value_dim else out[..., :value_dim]
-
-
-def _with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives every query one more key, in front, whose logit is its head's sink and value is zero.
-
-    One more column of the head carries it: the sink (over the scale) in the queries, one in that
-    key and zero in the others. So the quick kernel and its gradient serve.
-    """
-    column = (sinks_H / scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
-    key = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
-    key[..., -1] = 1
-    return (
-        torch.cat([q, column], -1),
-        torch.cat([key, F.pad(k, (0, 1))], -2),
-        F.pad(v, (0, 0, 1, 0)),
-    )
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a layer's attention differs from plain causal attention.
-
-    Attributes:
-        window: how many tokens a query sees, itself included; None: all before it.
-        sinks: [H] a logit per head that takes part in the softmax and has no value; None: no such.
-    """
-
-    window: int | None = None
-    sinks: Tensor | None = None
-
-
-class Masks:
-    """Boolean masks (True: seen) by length and form; all layers of one form share them."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int | None, bool], Tensor] = {}
-
-    def of(self, form: Form, length: int, device: torch.device) -> Tensor | None:
-        """[L, L], with a column more in front for a sink; None: the plain causal mask serves."""
-        window = form.window if form.window is not None and form.window < length else None
-        sink = form.sinks is not None
-        if window is None and not sink:
-            return None
-        key = (length, window, sink)
-        if key not in self._known:
-            self._known[key] = _mask(length, window, sink, device)
-        return self._known[key]
-
-
-def _mask(length: int, window: int | None, sink: bool, device: torch.device) -> Tensor:
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    if window is not None:
-        seen = seen.triu(1 - window)
-    return F.pad(seen, (1, 0), value=True) if sink else seen
-
-
 _PLAIN = Form()
 
 
@@ -259,7 +175,7 @@ def _of_bucket(
     bucket = plan_.buckets[index]
     shape = (bucket.rows, bucket.length)
     q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = _causal(q, k, v, scale, form, plan_.masks)
+    out = attend(q, k, v, scale, form, plan_.masks)
     return out.transpose(1, 2).reshape(bucket.rows * bucket.length, *out.shape[1::2])
 
 
@@ -326,7 +242,7 @@ class CoreAttention(MegatronModule):
             plan_ = _plan_of(packed_seq_params, query.device)
             return packed_attention(query, key, value, plan_, self.scale, form).flatten(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return _causal(q, k, v, self.scale, form, Masks()).permute(2, 0, 1, 3).flatten(2)
+        return attend(q, k, v, self.scale, form, Masks()).permute(2, 0, 1, 3).flatten(2)
 
     def sharded_state_dict(
         self,
@@ -340,15 +256,9 @@ class CoreAttention(MegatronModule):
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
-            tp_group=tensor_group(self.groups),
-            dp_cp_group=_replicas(metadata),
+            tp_group=tensor_ranks(self.groups),
+            dp_cp_group=replicas(metadata),
         )
-
-
-def _replicas(metadata: dict[str, Any] | None) -> Any:
-    """The ranks that hold the same part of a tensor."""
-    known = (metadata or {}).get("dp_cp_group")
-    return get_data_parallel_group(with_context_parallel=True) if known is None else known
 
 
 def _window(config: Any, layer_number: int) -> int | None:
@@ -365,7 +275,7 @@ def _sinks(config: Any, groups: Any) -> torch.nn.Parameter | None:
         return None
     if config.softmax_type != "learnable":
         raise ValueError(f"softmax_type='{config.softmax_type}' is not supported; use 'learnable'")
-    per_rank = divide(config.num_attention_heads, tensor_group(groups).size())
+    per_rank = divide(config.num_attention_heads, tensor_ranks(groups).size())
     empty = torch.empty(per_rank, device=device.device(), dtype=config.params_dtype)
     sinks = torch.nn.Parameter(empty)
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
@@ -375,9 +285,3 @@ def _sinks(config: Any, groups: Any) -> torch.nn.Parameter | None:
         with tracker.fork():
             config.init_method(sinks)
     return sinks
-
-
-def tensor_group(groups: Any) -> Any:
-    """The tensor-parallel group of a module: the one that it was given, or Megatron's own."""
-    given = getattr(groups, "tp", None)
-    return get_tensor_model_parallel_group() if given is None else given

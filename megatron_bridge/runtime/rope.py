@@ -10,45 +10,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Kinds of layers whose angles a pack keeps; more would be those of forward passes that are over.
+_KEPT = 4
+
 
 class _Rotate(torch.autograd.Function):
     """x cos + rotate_half(x) sin, whose gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.angles = cos, sin
-        return _rotated(x, cos, sin, sign=1)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.angles = cos, sin, interleaved
+        return _rotated(x, cos, sin, interleaved, sign=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _rotated(gradient, *ctx.angles, sign=-1), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _rotated(gradient, *ctx.angles, sign=-1), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-    """x [T, H, D]; cos, sin [T, 1, D], each half of D the same."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, sign: int) -> Tensor:
+    """x [T, H, D]; cos, sin [T, 1, R], R at most D: the components beyond R stay.
+
+    Both components of a pair have the same angle. Pairs are (0, R/2), (1, R/2 + 1) ..., or
+    interleaved (0, 1), (2, 3) ...
+    """
+    rotary = cos.shape[-1]
+    first, second = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    if interleaved:
+        first, second = slice(0, rotary, 2), slice(1, rotary, 2)
+    if rotary == x.shape[-1]:
+        out = x * cos
+    else:
+        out = x.clone(memory_format=torch.contiguous_format)
+        out[..., :rotary].mul_(cos)
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-sign)
+    out[..., second].addcmul_(x[..., first], sin[..., second], value=sign)
     return out
 
 
-def _angles(offsets: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D] of every token's position in its sequence, kept on ``offsets``."""
+def _angles(
+    offsets: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, R] of every token's position in its sequence, kept on ``offsets``.
+
+    Layers may use parts of one tensor of frequencies, so these are known by their memory, which
+    is kept as long as the angles are.
+    """
     kept = getattr(offsets, "_rotary", None)
-    if kept is not None and kept[0] is frequencies and kept[1] == dtype:
-        return kept[2]
-    lengths = (offsets[1:] - offsets[:-1]).long()
-    starts = torch.repeat_interleave(offsets[:-1].long(), lengths)
-    positions = torch.arange(len(starts), device=offsets.device) - starts
-    by_position = frequencies.squeeze(1)
-    cos, sin = (by_position.cos()[positions].to(dtype), by_position.sin()[positions].to(dtype))
-    offsets._rotary = (frequencies, dtype, (cos, sin))  # type: ignore[attr-defined]
-    return cos, sin
+    if kept is None:
+        kept = offsets._rotary = {}  # type: ignore[attr-defined]
+    key = (frequencies.data_ptr(), frequencies.shape, scale, dtype)
+    if key not in kept:
+        if len(kept) >= _KEPT:
+            kept.clear()
+        lengths = (offsets[1:] - offsets[:-1]).long()
+        starts = torch.repeat_interleave(offsets[:-1].long(), lengths)
+        positions = torch.arange(len(starts), device=offsets.device) - starts
+        by_position = frequencies.squeeze(1)
+        cos, sin = (
+            by.mul_(scale)[positions].to(dtype) for by in (by_position.cos(), by_position.sin())
+        )
+        kept[key] = (frequencies, cos, sin)
+    return kept[key][1:]
 
 
 def packed_rotary(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``apply_rotary_pos_emb`` with a quicker path for whole heads in packs."""
+    """Megatron's ``apply_rotary_pos_emb`` with a quicker path for packs."""
 
     def apply(
         t: Tensor,
@@ -58,10 +84,10 @@ def packed_rotary(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mscale: float = 1.0,
         cp_group: Any = None,
     ) -> Tensor:
-        plain = mscale == 1.0 and not config.rotary_interleaved
-        whole = freqs.shape[-1] == t.shape[-1] and config.context_parallel_size == 1
-        if cu_seqlens is None or not (plain and whole):
+        plain = config.context_parallel_size == 1 and not config.multi_latent_attention
+        if cu_seqlens is None or not plain:
             return stock(t, freqs, config, cu_seqlens, mscale, cp_group)
-        return _Rotate.apply(t, *_angles(cu_seqlens, freqs, t.dtype))  # type: ignore[return-value]
+        cos, sin = _angles(cu_seqlens, freqs, mscale, t.dtype)
+        return _Rotate.apply(t, cos, sin, config.rotary_interleaved)  # type: ignore[return-value]
 
     return apply

@@ -109,6 +109,7 @@ def _never(*_args):
 def test_rms_norm_equals_torchs(shape):
     class Config:
         params_dtype, sequence_parallel = torch.float32, False
+        layernorm_zero_centered_gamma = False
 
     torch.manual_seed(0)
     norm = RMSNorm(Config, 8, eps=1e-5)

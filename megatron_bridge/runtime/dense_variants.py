@@ -1,0 +1,111 @@
+"""Layers of dense models that differ from Llama's: where norms sit, what each layer rotates by."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_bridge.runtime import rotary_embedding
+from megatron_bridge.runtime.features import features
+from megatron_bridge.runtime.norm import RMSNorm, WideKeyNorm, WideQueryNorm
+
+
+def apply(layer: ModuleSpec, config: Any) -> None:
+    """Adjusts a layer's spec, ours or transformer-engine's, to ``config.bridge``."""
+    wanted = features(config)
+    if not wanted.input_norms:
+        _without_input_norms(layer)
+    if wanted.post_norms:
+        _with_post_norms(layer)
+    parts: Any = layer.submodules
+    attention = parts.self_attention
+    if wanted.wide_qk_norm:
+        attention.submodules.q_layernorm = WideQueryNorm
+        attention.submodules.k_layernorm = WideKeyNorm
+    if wanted.local_rotary is not None:
+        attention.module = PerLayerRotaryAttention
+
+
+def finish(model: Any, config: Any) -> None:
+    """What a built GPTModel still needs: its rotary frequencies, the scale of its embedding."""
+    rotary_embedding.install(model, config)
+    scale = features(config).embedding_scale
+    embedding = getattr(model, "embedding", None)
+    if scale is not None and embedding is not None:
+        embedding.register_forward_hook(_Scale(scale))
+
+
+def _without_input_norms(layer: Any) -> None:
+    submodules = layer.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
+    attention, mlp = submodules.self_attention.submodules, submodules.mlp.submodules
+    attention.linear_qkv = _column_parallel(attention.linear_qkv)
+    mlp.linear_fc1 = _column_parallel(mlp.linear_fc1)
+
+
+def _column_parallel(linear: type) -> type:
+    """The linear layer without the norm that transformer-engine fuses into it."""
+    if issubclass(linear, ColumnParallelLinear):
+        return linear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
+
+
+def _with_post_norms(layer: Any) -> None:
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_proj = _normed(attention.linear_proj)
+    mlp.linear_fc2 = _normed(mlp.linear_fc2)
+
+
+@cache
+def _normed(linear: Any) -> type:
+    """A row-parallel linear layer whose output is normed, after it is reduced over the ranks."""
+
+    class Normed(linear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            output, bias = super().forward(x)
+            assert bias is None, "a bias would have to be added before the norm"
+            return self.post_layernorm(output), None
+
+    Normed.__name__ = Normed.__qualname__ = f"Normed{linear.__name__}"
+    return Normed
+
+
+class PerLayerRotaryAttention(SelfAttention):
+    """Self-attention that takes its layer's half of the rotary angles.
+
+    The model has two kinds of layers, with a sliding window and without, and each rotates by its
+    own frequencies; ``rotary_embedding.Rotary`` lays both side by side.
+    """
+
+    def __init__(self, config: Any, *args: Any, layer_number: int, **options: Any) -> None:
+        super().__init__(config, *args, layer_number=layer_number, **options)
+        self.local = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
+        if rotary_pos_emb is not None:
+            rotary_pos_emb = rotary_pos_emb.chunk(2, -1)[self.local]
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **options)
+
+
+class _Scale:
+    """A forward hook that multiplies a module's output, by a factor in the output's dtype."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
