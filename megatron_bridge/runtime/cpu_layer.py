@@ -1,89 +1,29 @@
 """Lets megatron-core train on CPU tensors over gloo.
 
-megatron-core 0.16 names the CUDA device in some places of its dense training path. Each entry of
+megatron-core 0.16 names the CUDA device in some places of its training path. Each entry of
 ``PATCHES`` replaces one such place and states the text that must be in its source for the
 replacement to make sense; an upgrade that changes the place fails loudly at ``install``.
 Nothing here is installed when a GPU is usable (see ``device.prepare``).
 """
 
-import ast
 import contextlib
-import importlib
-import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_bridge.runtime import cpu_experts
+from megatron_bridge.runtime.patch import CUDA_LITERAL, Patch
 from megatron_bridge.runtime.rope import packed_rotary
 
 _CPU = torch.device("cpu")
-_CUDA_LITERAL = 'device="cuda"'
 
 
 class CpuLayerError(RuntimeError):
     """megatron-core is not the one that the CPU layer was written for."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One replacement: ``apply(module)`` is right only while ``needles`` are in the source."""
-
-    name: str
-    module: str
-    target: str | None  # an attribute of the module; None: the module as a whole
-    needles: tuple[str, ...]
-    apply: Callable[[ModuleType], None]
-    why: str
-
-    def problem(self) -> str | None:
-        """Why the patch does not fit the installed megatron-core, or None."""
-        try:
-            module = importlib.import_module(self.module)
-        except ModuleNotFoundError as error:
-            return f"{self.module} cannot be imported: {error}"
-        if self.needles == (_CUDA_LITERAL,):
-            return None if _cuda_literals(module) else f"no {_CUDA_LITERAL} is left"
-        target = _originals.get(self.name) or self._find(module)
-        if target is None:
-            return f"{self.module}.{self.target} does not exist"
-        source = inspect.getsource(target)
-        missing = [needle for needle in self.needles if needle not in source]
-        return f"the source no longer has {missing}" if missing else None
-
-    def _find(self, module: ModuleType) -> Any:
-        return getattr(module, self.target, None) if self.target else module
-
-    def install(self) -> None:
-        """Apply it; what it replaces is kept, so that ``problem`` goes on to look at that."""
-        module = importlib.import_module(self.module)
-        _originals[self.name] = self._find(module)
-        self.apply(module)
-
-
-_originals: dict[str, Any] = {}
-
-
-def _cuda_literals(module: ModuleType) -> list[int]:
-    """Lines of the calls in ``module`` that pass ``device="cuda"``."""
-    assert module.__file__ is not None
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and any(
-            keyword.arg == "device"
-            and isinstance(keyword.value, ast.Constant)
-            and str(keyword.value.value).startswith("cuda")
-            for keyword in node.keywords
-        )
-    ]
 
 
 class _TorchOnCpu:
@@ -137,7 +77,7 @@ def _literals(module: str) -> Patch:
         name=f"literals:{module}",
         module=f"megatron.core.{module}",
         target=None,
-        needles=(_CUDA_LITERAL,),
+        needles=(CUDA_LITERAL,),
         apply=_serve_literals,
         why="the module creates tensors with a literal CUDA device",
     )
@@ -160,7 +100,9 @@ PATCHES: tuple[Patch, ...] = (
         apply=_rotary_once,
         why="the unfused form takes more time than attention itself on packs of short sequences",
     ),
+    *cpu_experts.PATCHES,
     _literals("pipeline_parallel.schedules"),
+    _literals("transformer.moe.moe_utils"),
     _literals("optimizer.optimizer"),
     _literals("optimizer.clip_grads"),
     _literals("optimizer.grad_scaler"),
