@@ -1,0 +1,121 @@
+"""The memory bound: how it becomes the size of a unit, and how the use of memory is measured.
+
+Counted is anonymous resident memory (`RssAnon`: heap and stacks; not the pages of mapped files,
+which the kernel drops when it needs room) of the parent and all workers together, beyond what a
+process holds right after its imports.
+
+The model::
+
+    memory = tensors * TENSOR + PARENT + workers * (tensors * TENSOR + WORKER + COPIES * unit)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_bridge.convert.sizes import show_binary
+
+MIB = 2**20
+PARENT = 16 * MIB
+"""Journal, progress and what importing left for later."""
+TENSOR = 4096
+"""What the plan holds for each tensor; workers inherit the plan, and touching copies it."""
+WORKER = 16 * MIB
+"""What a worker holds besides plan and units: leftovers of its allocator."""
+COPIES = 4
+"""Most copies of a unit alive at once: the parts that are read, the rectangle assembled from them,
+its cast, and one for a transform on the way (dequantising, merging an adapter)."""
+SMALLEST_UNIT = MIB
+LARGEST_UNIT = 32 * MIB
+"""Larger units are not faster."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory bound shared out over workers.
+
+    Attributes:
+        memory: bytes that all processes together may hold.
+        workers: processes beside the parent.
+        tensors: how many the conversion reads.
+    """
+
+    memory: int
+    workers: int
+    tensors: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Bytes held however small units are."""
+        plan = self.tensors * TENSOR
+        return PARENT + plan + self.workers * (WORKER + plan)
+
+    def needed(self, unit: int) -> int:
+        """The bound that units of so many bytes need."""
+        return self.fixed + self.workers * COPIES * unit
+
+    def unit_bytes(self) -> int:
+        """Most bytes of a unit.
+
+        Raises:
+            ValueError: when the bound is too small.
+        """
+        if self.memory < self.needed(SMALLEST_UNIT):
+            raise ValueError(
+                f"--memory {show_binary(self.memory)} is too small for {self.workers} "
+                f"worker{'s' if self.workers > 1 else ''}: the least that works is "
+                f"{show_binary(self.needed(SMALLEST_UNIT))}{self._fewer()}"
+            )
+        unit = (self.memory - self.fixed) // (self.workers * COPIES)
+        return min(unit, LARGEST_UNIT)
+
+    def _fewer(self) -> str:
+        if self.workers == 1:
+            return ""
+        one = Budget(self.memory, 1, self.tensors).needed(SMALLEST_UNIT)
+        return f", or {show_binary(one)} with --workers 1"
+
+
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Anonymous resident memory of a process; 0 when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    for line in status.splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a process that ended but was not yet waited for has no memory
+
+
+class Meter:
+    """The peak of all processes together, beyond what each holds right after its imports.
+
+    Two figures, of which the larger counts: the largest sum seen at one time, and the sum of what
+    each process held at most by its own account.
+
+    Make it right after the imports.
+    """
+
+    def __init__(self) -> None:
+        self.baseline = anonymous_bytes()
+        self._own = self._seen = 0
+        self._workers: dict[int, int] = {}
+
+    def note(self, worker: int, anonymous: int) -> None:
+        """A worker tells its peak."""
+        self._workers[worker] = max(self._workers.get(worker, 0), self._beyond(anonymous))
+
+    def sample(self, pids: list[int]) -> None:
+        """Look at this process and its workers, now."""
+        own = self._beyond(anonymous_bytes())
+        self._own = max(self._own, own)
+        now = own + sum(self._beyond(anonymous_bytes(pid)) for pid in pids)
+        self._seen = max(self._seen, now)
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return max(self._seen, self._own + sum(self._workers.values()))
+
+    def _beyond(self, anonymous: int) -> int:
+        return max(anonymous - self.baseline, 0)

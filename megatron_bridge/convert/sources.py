@@ -1,0 +1,173 @@
+"""Opens a checkpoint of any kind as HuggingFace tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_bridge import translation
+from megatron_bridge.agreement import check_tensors
+from megatron_bridge.convert.kinds import COMPANIONS, Kind, files_of, kind_of
+from megatron_bridge.huggingface.folder import HuggingFaceFolder, read_json
+from megatron_bridge.huggingface.quantized import dequantized, plain_config
+from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.registry import HfConfig
+from megatron_bridge.source import Ranges, Source, TensorInfo
+from megatron_bridge.torch_dist import reader
+from megatron_bridge.views import MegatronAsHuggingFace
+
+CARRIED = "huggingface."
+"""Begins the key of a HuggingFace tensor that a Megatron checkpoint carries along unread."""
+_OWN_DTYPE = (".inv_freq", ".e_score_correction_bias", ".expert_bias")
+"""Buffers that every loader keeps in float32."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint, whatever its kind, as HuggingFace tensors.
+
+    Attributes:
+        kind: what it is on the disk.
+        source: tensors by their HuggingFace names.
+        config: config.json.
+        carried: names of tensors that the architecture's table passes over.
+        companions: the folder with config.json, tokenizer and the like.
+        paths: what was opened; for the list of files.
+    """
+
+    kind: Kind
+    source: Source
+    config: HfConfig
+    carried: tuple[str, ...]
+    companions: Path
+    paths: tuple[Path, ...]
+
+    def files(self) -> list[Path]:
+        """Every file that decides the tensors."""
+        return [file for path in self.paths for file in files_of(path)]
+
+
+def open_checkpoint(
+    path: Path, *, config: Path | None = None, adapter: Path | None = None
+) -> Opened:
+    """Open a HuggingFace or Megatron folder.
+
+    Args:
+        path: the folder.
+        config: the HuggingFace folder whose config.json and tokenizer belong to a Megatron
+            checkpoint that brings none.
+        adapter: a PEFT adapter to merge.
+
+    Raises:
+        ValueError: when it cannot be read, or tensors and config.json disagree.
+    """
+    kind = kind_of(path)
+    if kind is Kind.MEGATRON:
+        opened = _open_megatron(path, config)
+    elif kind is Kind.HUGGINGFACE:
+        if config is not None:
+            raise ValueError(f"--config is for Megatron checkpoints; {path} has its own")
+        opened = _open_huggingface(path)
+    else:
+        raise ValueError(_WHY_NOT[kind].format(path=path))
+    return opened
+
+
+_WHY_NOT = {
+    Kind.ADAPTER: "{path} is an adapter: give its base model as SRC and it as --adapter",
+    Kind.FILE: "{path} is a single file: give the folder with its config.json",
+}
+
+
+def _open_huggingface(path: Path) -> Opened:
+    folder = HuggingFaceFolder(path)
+    config = folder.config()
+    source = dequantized(folder, config)
+    if source is not folder:
+        config = plain_config(config)
+    expected = huggingface_shapes(translation.resolve(config))
+    check_tensors(source, translation.resolve(config), expected, path)
+    carried = tuple(name for name in source.tensors() if name not in expected)
+    return Opened(Kind.HUGGINGFACE, source, config, carried, path, (path,))
+
+
+def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
+    folder = reader.find(path)
+    assert folder is not None
+    companions = config_folder or folder.parent / COMPANIONS
+    if not (companions / "config.json").is_file():
+        raise ValueError(
+            f"{path} does not say which model it is: give the HuggingFace folder with its "
+            "config.json and tokenizer as --config"
+        )
+    config = read_json(companions / "config.json")
+    checkpoint = reader.TorchDist(folder)
+    view = MegatronAsHuggingFace(checkpoint, config)
+    extra = [key for key in checkpoint.tensors() if key.startswith(CARRIED)]
+    carried = tuple(key.removeprefix(CARRIED) for key in extra)
+    source = Together((view, Renamed(checkpoint, dict(zip(carried, extra, strict=True)))))
+    paths = (path,) if config_folder is None else (path, config_folder)
+    return Opened(Kind.MEGATRON, source, config, carried, companions, paths)
+
+
+class Renamed:
+    """Some tensors of a source under other names.
+
+    Args:
+        source: where they are.
+        names: new name -> name there.
+    """
+
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+        self._infos = {new: source.tensors()[old] for new, old in names.items()}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors by their new names."""
+        return self._infos
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """A rectangle of one."""
+        return self._source.read(self._names[name], ranges)
+
+
+class Together:
+    """Several sources with different names as one."""
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        self._home = {name: source for source in sources for name in source.tensors()}
+        self._infos = {n: info for source in sources for n, info in source.tensors().items()}
+        assert len(self._infos) == sum(len(source.tensors()) for source in sources)
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors, source by source."""
+        return self._infos
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """A rectangle of one."""
+        return self._home[name].read(name, ranges)
+
+
+class Cast:
+    """A source in another dtype: all floating-point tensors but those that stay in float32."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self._source = source
+        self._infos = {
+            name: TensorInfo(_cast(name, info.dtype, dtype), info.shape)
+            for name, info in source.tensors().items()
+        }
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors, with their new dtypes."""
+        return self._infos
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """A rectangle of one, cast."""
+        return self._source.read(name, ranges).to(self._infos[name].dtype)
+
+
+def _cast(name: str, held: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    return wanted if held.is_floating_point and not name.endswith(_OWN_DTYPE) else held
