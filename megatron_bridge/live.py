@@ -2,11 +2,12 @@
 
 from megatron_bridge.checkpoint import load_hf_config
 from megatron_bridge.live_export import export_weights
-from megatron_bridge.live_load import load_weights
-from megatron_bridge.live_model import build_model, global_name, origin, unwrap
+from megatron_bridge.live_load import load_weights, with_value_head
+from megatron_bridge.live_model import build_chunks, build_model, global_name, origin, unwrap
 from megatron_bridge.live_save import save_pretrained
 
 __all__ = [
+    "build_chunks",
     "build_model",
     "export_weights",
     "global_name",
@@ -15,4 +16,5 @@ __all__ = [
     "origin",
     "save_pretrained",
     "unwrap",
+    "with_value_head",
 ]

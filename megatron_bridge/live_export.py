@@ -1,28 +1,30 @@
 """Streams a parallel model's weights as whole HuggingFace tensors to rank 0."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge import mappings, translation
-from megatron_bridge.live_model import origin, parameters
-from megatron_bridge.mappings import Kind, padded_vocabulary
-from megatron_bridge.registry import HfConfig, Match, architecture, head_dim, sizes
-from megatron_bridge.runtime import device, parallel
-from megatron_bridge.sharding import Shard, join
+from megatron_bridge import regions, translation
+from megatron_bridge.live_model import Model, origin, parameters, placement
+from megatron_bridge.mappings import Weight, huggingface_shapes, weights
+from megatron_bridge.registry import HfConfig
+from megatron_bridge.runtime import device
+from megatron_bridge.sharding import Owner, Placement, holdings, local_shape
+from megatron_bridge.views import in_huggingface_order
 
 
-def export_weights(model: torch.nn.Module, hf_config: HfConfig) -> Iterator[tuple[str, Tensor]]:
+def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (HuggingFace name, whole tensor) on rank 0, in the model's order and dtype.
 
     Collective: every rank calls it and exhausts it; the other ranks yield nothing. One parameter
-    is gathered at a time. A yielded tensor may share the live parameter's memory: copy it before
-    the model changes.
+    travels at a time. A yielded tensor may share the live parameter's memory: copy it before the
+    model changes.
 
     Args:
-        model: from ``build_model``, wrapped or not.
+        model: from ``build_model``, wrapped or not; or the chunks of ``build_chunks``.
         hf_config: config.json of the model.
 
     Raises:
@@ -30,121 +32,96 @@ def export_weights(model: torch.nn.Module, hf_config: HfConfig) -> Iterator[tupl
     """
     config = translation.resolve(hf_config)
     made = origin(model)
-    if architecture(config).tensors(config) != _own_tensors(made.hf_config):
+    shapes = huggingface_shapes(config)
+    if shapes != huggingface_shapes(translation.resolve(made.hf_config)):
         raise ValueError("hf_config is not the config that this model was built with")
-    held = _held(model)
-    here = parallel.coordinates()
-    if here.dp != 0:
-        return
-    for match in architecture(config).matches(config):
-        stage = _stage(match, config["num_hidden_layers"], made.layout.pp)
-        whole = _gather(match, held.get(match.row.megatron[0], {}), stage, config, made.dtype)
-        if whole is not None:
-            yield from _huggingface(match, whole, config)
+    held: dict[tuple[str, int | None], Tensor] = {}
+    for one in parameters(model):  # a tied embedding held twice: the first is the owner's
+        held.setdefault((one.weight.key, one.weight.expert), one.tensor.detach())
+    where = placement(config, made.layout)
+    unfinished = _Unfinished(shapes)
+    for weight in weights(config):
+        owners = where.owners(weight)
+        if dist.get_rank() == 0:
+            for owner in owners:
+                tensor = _receive(weight, owner, held, where, made.dtype)
+                yield from unfinished.add(weight, owner, len(owners), tensor, where)
+        elif any(owner.rank == dist.get_rank() for owner in owners):
+            dist.send(held[weight.key, weight.expert].contiguous(), dst=0)
+    assert dist.get_rank() != 0 or not unfinished.left, unfinished.left.keys()
 
 
-def _own_tensors(hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
-    config = translation.resolve(hf_config)
-    return architecture(config).tensors(config)
+def weight_dtypes(hf_config: HfConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of every exported tensor of a model in ``dtype``."""
+    return {
+        part.name: dtype_of(weight, dtype)
+        for weight in weights(translation.resolve(hf_config))
+        for part in weight.parts
+    }
 
 
-def _held(model: torch.nn.Module) -> dict[str, dict[int | None, Tensor]]:
-    """This rank's parameters by their row's first Megatron name and layer.
-
-    Where one rank holds a tied embedding twice the first, the embedding itself, counts.
-    """
-    held: dict[str, dict[int | None, Tensor]] = {}
-    for match, parameter in parameters(model):
-        held.setdefault(match.row.megatron[0], {}).setdefault(match.layer, parameter.detach())
-    return held
+def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """A weight's dtype in a model of ``dtype``: some buffers stay in float32."""
+    return dtype if weight.row.dtype is None else device.dtype(weight.row.dtype)
 
 
-def _stage(match: Match, layers: int, pp: int) -> int:
-    """The pipeline stage that owns a row: the embedding first, what follows the layers last."""
-    if match.layer is not None:
-        return match.layer // (layers // pp)
-    return 0 if match.row.megatron[0].startswith("embedding.") else pp - 1
-
-
-def _gather(
-    match: Match,
-    held: dict[int | None, Tensor],
-    stage: int,
-    config: HfConfig,
+def _receive(
+    weight: Weight,
+    owner: Owner,
+    held: dict[tuple[str, int | None], Tensor],
+    where: Placement,
     dtype: torch.dtype,
-) -> list[Tensor] | None:
-    """Every tensor-parallel part of one parameter on rank 0, in rank order; None elsewhere."""
-    here, layout = parallel.coordinates(), parallel.layout()
-    parts: list[Tensor] | None = None
-    if here.pp == stage:
-        parts = _gather_over_tp(held[match.layer], match)
-    if stage == 0 or here.tp != 0:
-        return parts if here.pp == 0 and here.tp == 0 else None
-    return _send_to_first_stage(parts, match, stage, config, dtype, layout.tp)
+) -> Tensor:
+    """The owner's tensor, on rank 0."""
+    if owner.rank == 0:
+        return held[weight.key, weight.expert]
+    shape = local_shape(weight, where.tensor_parallel(weight))
+    tensor = torch.empty(shape, dtype=dtype_of(weight, dtype), device=device.device())
+    dist.recv(tensor, src=owner.rank)
+    return tensor
 
 
-def _gather_over_tp(part: Tensor, match: Match) -> list[Tensor] | None:
-    """The parts on tensor-parallel rank 0; None on the others."""
-    layout, here = parallel.layout(), parallel.coordinates()
-    if layout.tp == 1 or match.row.cut is None:
-        return [part] if here.tp == 0 else None
-    parts = [torch.empty_like(part) for _ in range(layout.tp)] if here.tp == 0 else None
-    dist.gather(part.contiguous(), parts, group=parallel.tensor_group(), group_dst=0)
-    return parts
+class _Unfinished:
+    """HuggingFace tensors of which some elements are still to come."""
 
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self.left: dict[str, int] = {}
+        self._tensors: dict[str, Tensor] = {}
 
-def _send_to_first_stage(
-    parts: list[Tensor] | None,
-    match: Match,
-    stage: int,
-    config: HfConfig,
-    dtype: torch.dtype,
-    tp: int,
-) -> list[Tensor] | None:
-    """Move the parts along the pipeline from ``stage`` to rank 0, one after the other."""
-    group = parallel.pipeline_group()
-    here = parallel.coordinates()
-    if here.pp == stage:
-        assert parts is not None
-        for part in parts:
-            dist.send(part.contiguous(), group=group, group_dst=0)
-        return None
-    if here.pp != 0:
-        return None
-    shape = _part_shape(match, config, tp)
-    received = []
-    for _ in range(tp if match.row.cut is not None else 1):
-        part = torch.empty(shape, dtype=dtype, device=device.device())
-        dist.recv(part, group=group, group_src=stage)
-        received.append(part)
-    return received
+    def add(
+        self, weight: Weight, owner: Owner, owners: int, tensor: Tensor, where: Placement
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Put one owner's tensor in its places; yields what that completes."""
+        if owners == 1 and self._is_plain(weight, tensor):
+            yield weight.parts[0].name, tensor
+            return
+        for holding in holdings(weight, where.tensor_parallel(weight), owner.place):
+            rows = tensor[holding.rows[0] : holding.rows[1]].view(regions.lengths(holding.box))
+            for piece in weight.pieces(holding.box):
+                inside = rows[regions.slices(regions.relative(piece.megatron, holding.box))]
+                part = weight.parts[piece.part]
+                target = self._tensor(part.name, tensor)
+                view = target[part.rows[0] : part.rows[1]].view(part.flat_sizes)
+                view[regions.slices(piece.huggingface)] = in_huggingface_order(inside, piece)
+                self.left[part.name] -= regions.volume(piece.huggingface)
+        for name in dict.fromkeys(part.name for part in weight.parts):
+            if self.left.get(name) == 0:
+                del self.left[name]
+                yield name, self._tensors.pop(name)
 
+    def _is_plain(self, weight: Weight, tensor: Tensor) -> bool:
+        """The parameter is the HuggingFace tensor."""
+        part = weight.parts[0]
+        return (
+            len(weight.parts) == 1
+            and part.axes == weight.axes
+            and tensor.shape == self._shapes[part.name]
+        )
 
-def _part_shape(match: Match, config: HfConfig, tp: int) -> tuple[int, ...]:
-    """The shape of one rank's part of a Megatron parameter."""
-    size = sizes(config)
-    shapes = [tuple(size[dimension] for dimension in s) for s in match.row.huggingface.values()]
-    rows = sum(shape[0] for shape in shapes)
-    if match.row.kind is Kind.VOCABULARY:
-        rows = padded_vocabulary(rows, tp)
-    shape = [rows, *shapes[0][1:]]
-    if match.row.cut is not None:
-        shape[match.row.cut] //= tp
-    return tuple(shape)
-
-
-def _huggingface(
-    match: Match, parts: list[Tensor], config: HfConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """The row's HuggingFace tensors from the parameter's parts."""
-    size, tp = sizes(config), len(parts)
-    rows = [size[shape[0]] for shape in match.row.huggingface.values()]
-    shard = Shard(match.row.cut)
-    if match.row.kind in (Kind.PLAIN, Kind.VOCABULARY):
-        whole = join(parts, shard)
-        tensors = mappings.to_huggingface(match.row.kind, whole, head_dim(config), rows)
-    else:
-        local = [count // tp for count in rows]
-        cut = [mappings.to_huggingface(match.row.kind, p, head_dim(config), local) for p in parts]
-        tensors = [join(pieces, shard) for pieces in zip(*cut, strict=True)]
-    yield from zip(match.huggingface, (t.contiguous() for t in tensors), strict=True)
+    def _tensor(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._tensors:
+            shape = self._shapes[name]
+            self._tensors[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.left[name] = math.prod(shape)
+        return self._tensors[name]

@@ -4,26 +4,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_bridge import mappings, translation
-from megatron_bridge.checkpoint import Checkpoint, load_hf_config
-from megatron_bridge.live_model import Origin, origin, parameters
-from megatron_bridge.registry import HfConfig, Match, architecture, head_dim, sizes
-from megatron_bridge.runtime import parallel
-from megatron_bridge.sharding import Shard, local_index
+from megatron_bridge import regions, translation
+from megatron_bridge.huggingface.folder import HuggingFaceFolder
+from megatron_bridge.live_model import Held, Model, origin, parameters
+from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.registry import HfConfig, architecture, has_value_head, uncovered
+from megatron_bridge.sharding import holdings
+from megatron_bridge.source import Source
+from megatron_bridge.views import read_megatron
 
 
-def load_weights(model: torch.nn.Module, folder: str | Path) -> None:
+def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) -> None:
     """Copy a checkpoint's weights onto the model, in the model's dtype.
 
-    Each rank reads only the rows and columns that it holds. No collective: ranks may call it at
-    different times.
+    Each rank reads only the rows and columns that it holds. Quantised weights are read as what
+    they stand for. No collective: ranks may call it at different times.
 
     Args:
-        model: from ``build_model``, wrapped or not.
-        folder: a HuggingFace folder in safetensors format, of the architecture and sizes that the
-            model was built with.
+        model: from ``build_model``, wrapped or not; or the chunks of ``build_chunks``.
+        folder: a HuggingFace folder of the architecture and sizes that the model was built with.
+        fresh_head: leave the value head (``score.weight``) as it is; then the folder may be that
+            of the base model, whose ``lm_head.weight`` is passed over.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of the wrong shape; or saying
@@ -31,82 +33,107 @@ def load_weights(model: torch.nn.Module, folder: str | Path) -> None:
     """
     made = origin(model)
     config = translation.resolve(made.hf_config)
-    checkpoint = Checkpoint(folder)
-    _check_config(checkpoint, config)
-    _check(checkpoint, config)
+    if fresh_head and not has_value_head(config):
+        raise ValueError("fresh_head needs a model with a value head; see live.with_value_head")
+    opened = HuggingFaceFolder(folder)
+    _check_config(opened, config, fresh_head)
+    source: Source = opened
+    expected = huggingface_shapes(config)
+    if fresh_head:
+        del expected["score.weight"]
+    check_tensors(source, config, expected, folder, passed={"lm_head.weight"} if fresh_head else ())
     with torch.no_grad():
-        for match, parameter in parameters(model):
-            parameter.copy_(_read(checkpoint, match, parameter, config, made))
+        for held in parameters(model):
+            if held.weight.parts[0].name in expected:
+                _fill(source, held, made.layout.expert_tp, made.layout.tp)
 
 
-def _check_config(checkpoint: Checkpoint, config: HfConfig) -> None:
+def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:
+    """The config of a reward model or critic on a base model: ``scores`` numbers per token."""
+    name = architecture(hf_config).name.replace("ForCausalLM", "ForSequenceClassification")
+    fields = {"architectures": [name], "num_labels": scores, "tie_word_embeddings": False}
+    without = {k: v for k, v in hf_config.items() if k not in ("id2label", "label2id")}
+    return {**without, **fields}
+
+
+def _fill(source: Source, held: Held, expert_tp: int, tp: int) -> None:
+    """Copy this rank's rectangles of one weight."""
+    parts = expert_tp if held.weight.row.per_expert else tp
+    for holding in holdings(held.weight, parts, held.place):
+        rows = held.tensor[holding.rows[0] : holding.rows[1]]
+        target = rows.view(regions.lengths(holding.box))
+        target.copy_(read_megatron(source, held.weight, holding.box))
+
+
+def _check_config(folder: HuggingFaceFolder, config: HfConfig, fresh_head: bool) -> None:
     """Refuse weights of a model that computes something else with the same shapes."""
-    theirs = translation.resolve(load_hf_config(checkpoint.folder))
+    theirs = folder.config()
+    if fresh_head and not has_value_head(theirs):
+        theirs = with_value_head(theirs)
     ours = _computation(config)
-    other = {k: v for k, v in _computation(theirs).items() if ours.get(k) != v}
+    other = {k: v for k, v in _computation(translation.resolve(theirs)).items() if ours.get(k) != v}
     if other:
         raise ValueError(
-            f"{checkpoint.folder}/config.json differs from the config that the model was built "
+            f"{folder.path}/config.json differs from the config that the model was built "
             f"with: it says {other}; build the model from this folder's config"
         )
 
 
 def _computation(config: HfConfig) -> dict[str, Any]:
     """What the config decides, apart from the weights' random start."""
-    arguments = translation.transformer_arguments(config) | translation.gpt_arguments(config)
+    arguments = (
+        translation.transformer_arguments(config)
+        | translation.gpt_arguments(config)
+        | translation.features(config)
+    )
     return {k: v for k, v in arguments.items() if k != "init_method_std"}
 
 
-def _check(checkpoint: Checkpoint, config: HfConfig) -> None:
-    """Compare names and shapes with the architecture's table, all at once."""
-    table = architecture(config)
-    expected, present = table.tensors(config), checkpoint.names()
+def check_tensors(
+    source: Source,
+    config: HfConfig,
+    expected: dict[str, tuple[int, ...]],
+    folder: str | Path,
+    passed: Any = (),
+) -> None:
+    """Compare names and shapes with the architecture's table.
+
+    Args:
+        source: of HuggingFace tensors.
+        config: resolved.
+        expected: shapes that the table asks for.
+        folder: for the text of the error.
+        passed: names that may be there and are not read.
+
+    Raises:
+        ValueError: listing everything that is missing, unknown or of another shape.
+    """
+    table, present = architecture(config), source.tensors()
     found = [f"'{name}' is missing" for name in expected if name not in present]
-    for name in sorted(present - expected.keys()):
-        if not table.is_ignored(name, config):
+    for name in sorted(present.keys() - expected.keys()):
+        if name not in passed and not table.is_ignored(name, config):
             found.append(_unknown(name, config))
-    for name in expected.keys() & present:
-        shape = checkpoint.shape(name)
+    for name in expected.keys() & present.keys():
+        shape = tuple(present[name].shape)
         if shape != expected[name]:
             found.append(f"'{name}' has shape {shape}, config.json asks for {expected[name]}")
     if found:
+        shown = found[:40] + ([f"and {len(found) - 40} more"] if len(found) > 40 else [])
         raise ValueError(
-            f"{checkpoint.folder} does not fit its config.json:\n"
-            + "\n".join(f"- {one}" for one in found)
+            f"{folder} does not fit its config.json:\n" + "\n".join(f"- {one}" for one in shown)
         )
 
 
 def _unknown(name: str, config: HfConfig) -> str:
-    try:
-        architecture(config).by_huggingface(name, config)
-    except ValueError as error:
-        return str(error)
-    return f"'{name}' is of a layer that config.json's num_hidden_layers does not count"
+    table = architecture(config)
+    known = table.patterns(config)
+    if any(_same_but_number(name, pattern) for pattern in known):
+        return f"'{name}' is of a layer or expert that config.json does not count"
+    return uncovered("HuggingFace tensor", name, known, table)
 
 
-def _read(
-    checkpoint: Checkpoint, match: Match, parameter: Tensor, config: HfConfig, made: Origin
-) -> Tensor:
-    """This rank's part of one Megatron parameter."""
-    tp, rank = made.layout.tp, parallel.coordinates().tp
-    shapes = [
-        tuple(sizes(config)[dimension] for dimension in shape)
-        for shape in match.huggingface.values()
-    ]
-    if match.row.kind is mappings.Kind.VOCABULARY:
-        indices = [_vocabulary_index(shapes[0], parameter.shape[0], rank)]
-    else:
-        shard = Shard(match.row.cut)
-        indices = [local_index(shape, shard, tp, rank) for shape in shapes]
-    parts = [
-        checkpoint.read(name, index) for name, index in zip(match.huggingface, indices, strict=True)
-    ]
-    result = mappings.to_megatron(match.row.kind, parts, head_dim(config), parameter.shape[0])
-    assert result.shape == parameter.shape, (match, result.shape, parameter.shape)
-    return result
-
-
-def _vocabulary_index(shape: tuple[int, ...], rows: int, rank: int) -> tuple[slice, ...]:
-    """The real rows among this rank's ``rows`` of the padded vocabulary."""
-    first, last = (min(shape[0], edge * rows) for edge in (rank, rank + 1))
-    return (slice(first, last), *(slice(0, size) for size in shape[1:]))
+def _same_but_number(name: str, pattern: str) -> bool:
+    pieces, wanted = name.split("."), pattern.split(".")
+    return len(pieces) == len(wanted) and all(
+        a == b or (a.isdigit() and b.startswith("{")) for a, b in zip(pieces, wanted, strict=True)
+    )

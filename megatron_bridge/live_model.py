@@ -1,30 +1,47 @@
 """Builds this rank's Megatron GPTModel and names its parameters across ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge import translation
 from megatron_bridge.layout import ParallelLayout
-from megatron_bridge.mappings import padded_vocabulary
-from megatron_bridge.registry import HfConfig, Match, architecture, tied
+from megatron_bridge.mappings import Weight, padded_vocabulary, weights
+from megatron_bridge.registry import (
+    HfConfig,
+    architecture,
+    has_value_head,
+    labels,
+    tied,
+    uncovered,
+)
 from megatron_bridge.runtime import device, parallel
+from megatron_bridge.sharding import Placement
 
 # A logit of the vocabulary's padding: its probability is exactly zero, and it stays finite when a
 # temperature divides it.
 _PADDING_LOGIT = -1e30
 
+# One model, or its chunks on this pipeline rank.
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model was built from; kept on the model as ``bridge_origin``."""
+    """What a model was built from; kept on the model as ``bridge_origin``.
+
+    Attributes:
+        chunk: which of its pipeline rank's model chunks it is.
+    """
 
     hf_config: HfConfig
     layout: ParallelLayout
     dtype: torch.dtype
+    chunk: int = 0
 
 
 def build_model(
@@ -38,8 +55,9 @@ def build_model(
     """This rank's part of a GPTModel with random weights.
 
     Args:
-        hf_config: config.json of the model.
-        layout: the one that ``runtime.parallel.initialize`` was given.
+        hf_config: config.json of the model; with ``*ForSequenceClassification`` in its
+            ``architectures`` the model ends in one score per label instead of the vocabulary.
+        layout: the one that ``runtime.parallel.initialize`` was given, without ``vpp``.
         dtype: of parameters and activations: float32 or bfloat16.
         seed: of the random weights.
         transformer_options: further arguments of TransformerConfig, such as recompute settings.
@@ -47,28 +65,65 @@ def build_model(
     Raises:
         ValueError: when the config is not supported, or cannot be cut so.
     """
+    if layout.vpp != 1:
+        raise ValueError(f"vpp={layout.vpp} makes several models a rank: use build_chunks")
+    (model,) = build_chunks(hf_config, layout, dtype=dtype, seed=seed, **transformer_options)
+    return model
+
+
+def build_chunks(
+    hf_config: HfConfig,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    **transformer_options: Any,
+) -> list[torch.nn.Module]:
+    """``build_model`` for any ``layout.vpp``: this rank's model chunks, in order."""
     if layout != parallel.layout():
         raise ValueError(f"{layout} is not the {parallel.layout()} that this process runs in")
     config = translation.resolve(hf_config)
     _check_layout(config, layout)
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-
-    from megatron_bridge.runtime.specs import layer_spec
+    from megatron.core import tensor_parallel
 
     stage = 100 * parallel.coordinates().pp
     tensor_parallel.model_parallel_cuda_manual_seed(seed + stage, force_reset_rng=True)
     transformer = _transformer_config(config, layout, dtype, transformer_options)
-    model = GPTModel(
+    chunks = []
+    for chunk in range(layout.vpp):
+        model = _chunk(config, layout, transformer, chunk)
+        model.bridge_origin = Origin(hf_config, layout, dtype, chunk)  # type: ignore[assignment]
+        chunks.append(model)
+    return chunks
+
+
+def _chunk(
+    config: HfConfig, layout: ParallelLayout, transformer: Any, chunk: int
+) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_bridge.runtime import rotary_embedding
+    from megatron_bridge.runtime.specs import layer_spec
+    from megatron_bridge.runtime.value_head import ValueHead
+
+    pp = parallel.coordinates().pp
+    last = pp == layout.pp - 1 and chunk == layout.vpp - 1
+    vp_stage = chunk if layout.vpp > 1 else None
+    model: Any = GPTModel(
         transformer,
-        layer_spec(transformer),
+        layer_spec(transformer, vp_stage),  # type: ignore[arg-type]
         vocab_size=padded_vocabulary(config["vocab_size"], layout.tp),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=pp == 0 and chunk == 0,
+        post_process=last,
+        vp_stage=vp_stage,
         **translation.gpt_arguments(config),
-    ).to(device.device())
-    model.bridge_origin = Origin(hf_config, layout, dtype)  # type: ignore[assignment]
-    _close_vocabulary(model, config["vocab_size"])
+    )
+    if last and has_value_head(config):
+        model.output_layer = ValueHead(transformer, labels(config))
+    rotary_embedding.install(model, transformer)
+    model = model.to(device.device())
+    if last and not has_value_head(config):
+        _close_vocabulary(model, config["vocab_size"])
     return model
 
 
@@ -80,18 +135,46 @@ def _check_layout(config: HfConfig, layout: ParallelLayout) -> None:
         )
 
 
+def _activation(name: str) -> Any:
+    """Megatron's activation function of this name."""
+    functions: dict[str, Any] = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": _gelu_tanh,
+    }
+    if name == "quick_gelu":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return quick_gelu
+    return functions[name]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
 def _transformer_config(
     config: HfConfig, layout: ParallelLayout, dtype: torch.dtype, options: dict[str, Any]
 ) -> Any:
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    from megatron_bridge.runtime.features import Features
+
+    ours = translation.transformer_arguments(config)
+    ours["activation_func"] = _activation(ours.pop("activation", "silu"))
+    moe = ours.get("num_moe_experts") is not None
     arguments: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        # Megatron trains experts under tensor parallelism with sequences cut over its ranks only.
+        "sequence_parallel": moe and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "activation_func": torch.nn.functional.silu,
         # Packs of different lengths follow each other; with them Megatron wants this dispatcher,
         # experts or not.
         "variable_seq_lengths": layout.pp > 1,
@@ -102,14 +185,22 @@ def _transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**arguments | translation.transformer_arguments(config) | options)
+    if layout.vpp > 1:
+        arguments |= {
+            "virtual_pipeline_model_parallel_size": layout.vpp,
+            # With two stages Megatron's batched exchange of interleaved chunks is silently wrong.
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
+    made = kind(**arguments | ours | options)
+    made.bridge = Features(**translation.features(config))  # type: ignore[attr-defined]
+    return made
 
 
 def _close_vocabulary(model: torch.nn.Module, vocabulary: int) -> None:
     """Give the vocabulary's padding no probability, on the rank that holds it."""
-    output = getattr(model, "output_layer", None)
-    if output is None:
-        return
+    output: Any = model.output_layer
     per_rank = output.output_size_per_partition
     first = parallel.coordinates().tp * per_rank
     real = min(max(vocabulary - first, 0), per_rank)
@@ -124,6 +215,11 @@ def _close_vocabulary(model: torch.nn.Module, vocabulary: int) -> None:
     output.register_forward_hook(close)
 
 
+def chunks_of(model: Model) -> list[torch.nn.Module]:
+    """The model's chunks without Megatron's wrappers (DDP, Float16Module)."""
+    return [unwrap(model)] if isinstance(model, torch.nn.Module) else [unwrap(m) for m in model]
+
+
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel inside Megatron's wrappers (DDP, Float16Module)."""
     while not hasattr(model, "bridge_origin"):
@@ -134,9 +230,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def origin(model: torch.nn.Module) -> Origin:
-    """What the model was built from."""
-    found = unwrap(model).bridge_origin
+def origin(model: Model) -> Origin:
+    """What the model (or the first of its chunks) was built from."""
+    found = chunks_of(model)[0].bridge_origin
     assert isinstance(found, Origin)
     return found
 
@@ -151,19 +247,87 @@ def global_name(model: torch.nn.Module, name: str) -> str:
     return f"decoder.layers.{layer}.{tail}"
 
 
-def parameters(model: torch.nn.Module) -> Iterator[tuple[Match, Tensor]]:
-    """Every parameter of this rank with its row.
+def placement(config: HfConfig, layout: ParallelLayout) -> Placement:
+    """Who holds what of a model of this config (resolved)."""
+    experts = architecture(config).sizes(config).get("expert", 0)
+    return Placement(layout, config["num_hidden_layers"], experts)
 
-    The copy of a tied embedding on the last stage comes with the embedding's row.
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter (or a buffer with weights) of this rank.
+
+    Attributes:
+        weight: what it is part of.
+        place: its tensor (or expert tensor) parallel rank.
+        tensor: the parameter.
+    """
+
+    weight: Weight
+    place: int
+    tensor: Tensor
+
+
+def parameters(model: Model) -> Iterator[Held]:
+    """Every parameter of this rank with its weight.
+
+    The copy of a tied embedding on the last stage comes with the embedding's weight.
 
     Raises:
-        ValueError: for a parameter that no row covers.
+        ValueError: for a parameter that no row covers, or a row without its parameter.
     """
-    model = unwrap(model)
-    config = translation.resolve(origin(model).hf_config)
-    table = architecture(config)
-    for local, parameter in model.named_parameters():
+    made = origin(model)
+    config = translation.resolve(made.hf_config)
+    for chunk in chunks_of(model):
+        yield from _parameters(chunk, config, made.layout)
+
+
+def _parameters(model: torch.nn.Module, config: HfConfig, layout: ParallelLayout) -> Iterator[Held]:
+    chunk = origin(model).chunk
+    expected, by_name = _expected(config, layout, chunk)
+    found = set()
+    for local, tensor, is_buffer in _tensors(model):
         name = global_name(model, local)
         if name == "output_layer.weight" and tied(config):
             name = "embedding.word_embeddings.weight"
-        yield table.by_megatron(name, config), parameter
+        if name not in by_name:
+            if is_buffer:
+                continue  # state of a computation, not a weight
+            table = architecture(config)
+            known = {n for row in table.rows_of(config) for n in row.names}
+            raise ValueError(uncovered("Megatron parameter", name, known, table))
+        weight, place = by_name[name]
+        found.add(id(weight))
+        yield Held(weight, place, tensor)
+    missing = [w.row.megatron for w in expected if id(w) not in found]
+    if missing:
+        raise ValueError(
+            f"the model lacks what the table of {architecture(config).name} lists: "
+            + ", ".join(sorted(set(missing)))
+        )
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter, False
+    for name, buffer in model.named_buffers():
+        yield name, buffer, True
+
+
+def _expected(
+    config: HfConfig, layout: ParallelLayout, chunk: int
+) -> tuple[list[Weight], dict[str, tuple[Weight, int]]]:
+    """The weights of this rank's model chunk, and by every name that they may have."""
+    where, rank = placement(config, layout), dist.get_rank()
+    expected, by_name = [], {}
+    for weight in weights(config):
+        held = where.place(weight, rank)
+        is_embedding = weight.row.megatron.startswith("embedding.")
+        here = held is not None and held[0] == chunk
+        if here:
+            expected.append(weight)
+        if here or is_embedding:
+            place = held[1] if held is not None else layout.coordinates(rank).tp
+            for name in weight.live_names(where.local_expert(weight)):
+                by_name[name] = (weight, place)
+    return expected, by_name

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_bridge import translation
 from megatron_bridge.checkpoint import load_hf_config
-from megatron_bridge.live_export import export_weights
-from megatron_bridge.live_model import origin
-from megatron_bridge.registry import architecture
+from megatron_bridge.live_export import export_weights, weight_dtypes
+from megatron_bridge.live_model import Model, origin
+from megatron_bridge.mappings import huggingface_shapes
 from megatron_bridge.runtime import device
 from megatron_bridge.safetensors_stream import TensorSpec, write_stream
 
@@ -36,7 +36,7 @@ _COPIED = (
 
 
 def save_pretrained(
-    model: torch.nn.Module,
+    model: Model,
     source_folder: str | Path,
     destination: str | Path,
     *,
@@ -94,9 +94,9 @@ def _write_weights(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    resolved = translation.resolve(config)
-    shapes = architecture(resolved).tensors(resolved)
-    specs = [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
+    dtypes = weight_dtypes(config, dtype)
+    shapes = huggingface_shapes(translation.resolve(config))
+    specs = [TensorSpec(name, dtypes[name], shape) for name, shape in shapes.items()]
     shards = plan_shards(specs, shard_bytes)
     names = _file_names(len(shards))
     for file, shard in zip(names, shards, strict=True):

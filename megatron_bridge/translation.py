@@ -23,7 +23,7 @@ def problems(config: HfConfig) -> list[str]:
     table = architecture(config)
     found = [f"config.json lacks '{field}'" for field in _NEEDED if not config.get(field)]
     found += _values(config, table)
-    found += dense.rotary_problems(config)
+    found += table.refusals(config)
     found += [_unknown(field, config[field], table) for field in _unknown_fields(config, table)]
     return found
 
@@ -37,7 +37,7 @@ def _values(config: HfConfig, table: Architecture) -> list[str]:
         if config.get(field) is not None and config[field] not in allowed
     ]
     other = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other:
+    if other and "layer_types" not in table.defaults:
         found.append(f"layer_types {sorted(other)} are not supported; supported: 'full_attention'")
     return found
 
@@ -81,4 +81,10 @@ def transformer_arguments(config: HfConfig) -> dict[str, Any]:
 
 def gpt_arguments(config: HfConfig) -> dict[str, Any]:
     """Arguments of GPTModel that the model decides (``config`` resolved)."""
-    return dense.gpt(config)
+    gpt = architecture(config).gpt
+    return dense.gpt(config) if gpt is None else gpt(config)
+
+
+def features(config: HfConfig) -> dict[str, Any]:
+    """What our layers need beyond TransformerConfig (``config`` resolved)."""
+    return architecture(config).features(config)

@@ -2,94 +2,119 @@
 
 from typing import Any
 
-from megatron_bridge.registry import HfConfig, Kind, Row, head_dim, kv_heads, tied
-
-_LAYER = "model.layers.{}."
-_DECODER = "decoder.layers.{}."
-
-
-def _projection(name: str, rows: str, columns: str) -> dict[str, tuple[str, ...]]:
-    return {f"{_LAYER}{name}.weight": (rows, columns)}
-
-
-EMBEDDING = (
-    Row(
-        {"model.embed_tokens.weight": ("vocab", "hidden")},
-        ("embedding.word_embeddings.weight",),
-        Kind.VOCABULARY,
-        cut=0,
-    ),
+from megatron_bridge.registry import (
+    HfConfig,
+    Part,
+    Row,
+    has_value_head,
+    head_dim,
+    kv_heads,
+    tied,
+    untied,
 )
-INPUT_NORM = Row(
-    {f"{_LAYER}input_layernorm.weight": ("hidden",)},
-    (
-        f"{_DECODER}input_layernorm.weight",
-        f"{_DECODER}self_attention.linear_qkv.layer_norm_weight",
-    ),
+
+_LAYER = "model.layers.{layer}."
+_DECODER = "decoder.layers.{layer}."
+
+
+def weight(name: str, axes: str) -> Part:
+    """The weight of a layer's HuggingFace module."""
+    return Part(f"{_LAYER}{name}.weight", axes)
+
+
+def norm(huggingface: str, megatron: str, fused: str | None = None, **options: Any) -> Row:
+    """A norm over the hidden dimension in each layer."""
+    return Row(
+        f"{_DECODER}{megatron}",
+        "hidden",
+        (weight(huggingface, "hidden"),),
+        fused=fused and f"{_DECODER}{fused}",
+        **options,
+    )
+
+
+EMBEDDING = Row(
+    "embedding.word_embeddings.weight",
+    "vocab, hidden",
+    (Part("model.embed_tokens.weight", "vocab, hidden"),),
+    cut="vocab",
+)
+INPUT_NORM = norm(
+    "input_layernorm",
+    "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight",
 )
 QKV = Row(
-    _projection("self_attn.q_proj", "q", "hidden")
-    | _projection("self_attn.k_proj", "kv", "hidden")
-    | _projection("self_attn.v_proj", "kv", "hidden"),
-    (f"{_DECODER}self_attention.linear_qkv.weight",),
-    Kind.QKV,
-    cut=0,
+    f"{_DECODER}self_attention.linear_qkv.weight",
+    "group + head_dim, hidden",
+    (
+        weight("self_attn.q_proj", "group query head_dim, hidden"),
+        weight("self_attn.k_proj", "group head_dim, hidden"),
+        weight("self_attn.v_proj", "group head_dim, hidden"),
+    ),
+    cut="group",
 )
 QKV_BIAS = Row(
-    {
-        f"{_LAYER}self_attn.q_proj.bias": ("q",),
-        f"{_LAYER}self_attn.k_proj.bias": ("kv",),
-        f"{_LAYER}self_attn.v_proj.bias": ("kv",),
-    },
-    (f"{_DECODER}self_attention.linear_qkv.bias",),
-    Kind.QKV,
-    cut=0,
+    f"{_DECODER}self_attention.linear_qkv.bias",
+    "group + head_dim",
+    (
+        Part(f"{_LAYER}self_attn.q_proj.bias", "group query head_dim"),
+        Part(f"{_LAYER}self_attn.k_proj.bias", "group head_dim"),
+        Part(f"{_LAYER}self_attn.v_proj.bias", "group head_dim"),
+    ),
+    cut="group",
 )
 QK_NORM = (
     Row(
-        {f"{_LAYER}self_attn.q_norm.weight": ("head_dim",)},
-        (f"{_DECODER}self_attention.q_layernorm.weight",),
+        f"{_DECODER}self_attention.q_layernorm.weight",
+        "head_dim",
+        (weight("self_attn.q_norm", "head_dim"),),
     ),
     Row(
-        {f"{_LAYER}self_attn.k_norm.weight": ("head_dim",)},
-        (f"{_DECODER}self_attention.k_layernorm.weight",),
+        f"{_DECODER}self_attention.k_layernorm.weight",
+        "head_dim",
+        (weight("self_attn.k_norm", "head_dim"),),
     ),
 )
 ATTENTION_OUTPUT = Row(
-    _projection("self_attn.o_proj", "hidden", "q"),
-    (f"{_DECODER}self_attention.linear_proj.weight",),
-    cut=1,
+    f"{_DECODER}self_attention.linear_proj.weight",
+    "hidden, head head_dim",
+    (weight("self_attn.o_proj", "hidden, head head_dim"),),
+    cut="head",
 )
-GATED_MLP = (
-    Row(
-        {f"{_LAYER}post_attention_layernorm.weight": ("hidden",)},
-        (
-            f"{_DECODER}pre_mlp_layernorm.weight",
-            f"{_DECODER}mlp.linear_fc1.layer_norm_weight",
-        ),
-    ),
-    Row(
-        _projection("mlp.gate_proj", "ffn", "hidden") | _projection("mlp.up_proj", "ffn", "hidden"),
-        (f"{_DECODER}mlp.linear_fc1.weight",),
-        Kind.GATED,
-        cut=0,
-    ),
-    Row(
-        _projection("mlp.down_proj", "hidden", "ffn"),
-        (f"{_DECODER}mlp.linear_fc2.weight",),
-        cut=1,
-    ),
+MLP_NORM = norm(
+    "post_attention_layernorm",
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight",
 )
-OUTPUT = (
-    Row({"model.norm.weight": ("hidden",)}, ("decoder.final_layernorm.weight",)),
-    Row(
-        {"lm_head.weight": ("vocab", "hidden")},
-        ("output_layer.weight",),
-        Kind.VOCABULARY,
-        cut=0,
-        only="untied",
-    ),
+GATED_FC1 = Row(
+    f"{_DECODER}mlp.linear_fc1.weight",
+    "+ ffn, hidden",
+    (weight("mlp.gate_proj", "ffn, hidden"), weight("mlp.up_proj", "ffn, hidden")),
+    cut="ffn",
 )
+FC2 = Row(
+    f"{_DECODER}mlp.linear_fc2.weight",
+    "hidden, ffn",
+    (weight("mlp.down_proj", "hidden, ffn"),),
+    cut="ffn",
+)
+GATED_MLP = (MLP_NORM, GATED_FC1, FC2)
+FINAL_NORM = Row("decoder.final_layernorm.weight", "hidden", (Part("model.norm.weight", "hidden"),))
+LM_HEAD = Row(
+    "output_layer.weight",
+    "vocab, hidden",
+    (Part("lm_head.weight", "vocab, hidden"),),
+    cut="vocab",
+    when=untied,
+)
+VALUE_HEAD = Row(
+    "output_layer.weight",
+    "labels, hidden",
+    (Part("score.weight", "labels, hidden"),),
+    when=has_value_head,
+)
+OUTPUT = (FINAL_NORM, LM_HEAD, VALUE_HEAD)
 IGNORED = (f"{_LAYER}self_attn.rotary_emb.inv_freq",)
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -126,6 +151,9 @@ HARMLESS = frozenset(
         "return_dict",
         "id2label",
         "label2id",
+        "num_labels",
+        "problem_type",
+        "classifier_dropout",
         "is_llama_config",
         # Without use_sliding_window these two say nothing.
         "sliding_window",

@@ -38,6 +38,9 @@ def initialize(layout: ParallelLayout, seed: int = 0, *, timeout_minutes: int = 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=timeout_minutes,
     )
     # Stages draw different numbers, as in Megatron's own training; data-parallel replicas equal.

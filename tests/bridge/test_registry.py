@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_bridge import registry, translation
+from megatron_bridge import mappings, registry, translation
 from megatron_bridge.layout import ParallelLayout
 from tests.bridge import tiny
 
@@ -22,7 +22,7 @@ def test_a_table_lists_exactly_huggingfaces_tensors(kind, tied):
     model = tiny.model(kind, tied=tied)
     config = translation.resolve(model.config.to_dict())
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert registry.architecture(config).tensors(config) == theirs
+    assert mappings.huggingface_shapes(config) == theirs
 
 
 def test_imports_no_torch():
@@ -34,11 +34,11 @@ def test_imports_no_torch():
 
 
 def test_names_with_and_without_transformer_engine():
-    config = _config()
-    table = registry.architecture(config)
+    config = translation.resolve(_config())
+    named = {name: w for w in mappings.weights(config) for name in w.live_names(None)}
     for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
-        match = table.by_megatron(f"decoder.layers.3.{name}", config)
-        assert list(match.huggingface) == ["model.layers.3.input_layernorm.weight"]
+        weight = named[f"decoder.layers.3.{name}"]
+        assert [part.name for part in weight.parts] == ["model.layers.3.input_layernorm.weight"]
 
 
 def test_an_unknown_architecture_names_the_known_ones():
@@ -49,10 +49,11 @@ def test_an_unknown_architecture_names_the_known_ones():
 def test_an_unknown_name_says_what_to_register():
     config = _config()
     table = registry.architecture(config)
-    with pytest.raises(ValueError, match=r"register a Row for 'decoder.layers.\{\}.mlp.router"):
-        table.by_megatron("decoder.layers.0.mlp.router.weight", config)
-    with pytest.raises(ValueError, match=r"nearest known: 'model.layers.\{\}.mlp.up_proj.weight'"):
-        table.by_huggingface("model.layers.0.mlp.up_prj.weight", config)
+    known = table.patterns(config)
+    text = registry.uncovered("tensor", "model.layers.0.mlp.up_prj.weight", known, table)
+    assert "register a Row for 'model.layers.{layer}.mlp.up_prj.weight'" in text
+    assert "nearest known: 'model.layers.{layer}.mlp.up_proj.weight'" in text
+    assert "megatron_bridge/models/qwen3.py" in text
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,11 @@ def test_absent_head_dim_is_the_architectures_own():
 
 
 def test_layouts_that_cut_heads_or_layers_are_refused():
-    found = ParallelLayout(tp=4, pp=3).problems(_config())
-    assert len(found) == 2
-    assert "num_key_value_heads=2" in found[0] and "num_hidden_layers=4" in found[1]
+    fields = ["num_hidden_layers=4", "num_attention_heads=4", "num_key_value_heads=2"]
+    fields.append("intermediate_size=80")
+    found = ParallelLayout(tp=3, pp=3).problems(_config())
+    assert [next(f for f in fields if f in one) for one in found] == fields
+    assert all("choose tp from [1, 2, 4]" in one for one in found[1:])
     assert ParallelLayout(tp=2, pp=4, dp=3).problems(_config()) == []
 
 

@@ -1,6 +1,5 @@
-"""Tiny HuggingFace models with all dimensions distinct, and their own results as reference."""
+"""Tiny HuggingFace models with all dimensions distinct."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
-# Lengths of the sequences in each pack: packs of different sizes, sequences equal and not.
-PACKS = ((5, 9, 9, 31, 1), (23, 3, 3))
 
 
 def config(kind: str, *, tied: bool = False, **fields: Any) -> Any:
@@ -50,34 +47,3 @@ def save(made: Any, folder: Path, **options: Any) -> Path:
     transformers.utils.logging.disable_progress_bar()
     made.save_pretrained(folder, **options)
     return folder
-
-
-def packs() -> list[list[torch.Tensor]]:
-    """The sequences of every pack, each one token longer than its inputs."""
-    generator = torch.Generator().manual_seed(3)
-    return [
-        [torch.randint(0, VOCABULARY, (n + 1,), generator=generator) for n in lengths]
-        for lengths in PACKS
-    ]
-
-
-@dataclass
-class Reference:
-    """What HuggingFace computes: logits of each pack [T, V], gradients of the mean loss."""
-
-    logits: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-
-
-def reference(made: Any) -> Reference:
-    """One sequence at a time, without padding; the loss is the mean over all tokens."""
-    count = sum(map(sum, PACKS))
-    logits = []
-    for pack in packs():
-        rows = [made(ids[None, :-1]).logits[0] for ids in pack]
-        labels = torch.cat([ids[1:] for ids in pack])
-        joined = torch.cat(rows)
-        (torch.nn.functional.cross_entropy(joined, labels, reduction="sum") / count).backward()
-        logits.append(joined.detach())
-    gradients = {n: p.grad.clone() for n, p in made.named_parameters()}
-    return Reference(logits, gradients)
