@@ -3,6 +3,7 @@
 import io
 import mmap
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass
 from typing import IO, cast
@@ -85,9 +86,12 @@ def _frame(window: "_Window") -> Tensor:
 
 def reason(error: BaseException) -> str:
     """What torch.load says against a file, without its advice on how to trust it."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    said = [line.strip() for line in lines if "WeightsUnpickler error" in line]
-    return said[0] if said else lines[0]
+    text = str(error) or type(error).__name__
+    if named := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"it names {named[1]}, which is no plain data and could run code"
+    if said := re.search(r"WeightsUnpickler error: (.+)", text):
+        return said[1]
+    return text.splitlines()[0]
 
 
 def _check_record(window: "_Window", start: int, size: int) -> None:

@@ -172,7 +172,10 @@ class TorchDist:
         return self._data[chunk.place].view(file)
 
     def _open(self, file: str) -> mmap.mmap:
-        with open(self.folder / file, "rb") as opened:
+        path = self.folder / file
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty; copy the checkpoint again")
+        with open(path, "rb") as opened:
             return mmap.mmap(
                 opened.fileno(),
                 0,
