@@ -102,7 +102,7 @@ def _chunk(
 ) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_bridge.runtime import rotary_embedding
+    from megatron_bridge.runtime import dense_variants
     from megatron_bridge.runtime.specs import layer_spec
     from megatron_bridge.runtime.value_head import ValueHead
 
@@ -120,7 +120,7 @@ def _chunk(
     )
     if last and has_value_head(config):
         model.output_layer = ValueHead(transformer, labels(config))
-    rotary_embedding.install(model, transformer)
+    dense_variants.finish(model, transformer)
     model = model.to(device.device())
     if last and not has_value_head(config):
         _close_vocabulary(model, config["vocab_size"])

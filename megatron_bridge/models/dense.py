@@ -1,7 +1,9 @@
 """What the dense decoder models share: rows, fields of config.json, rotary embeddings."""
 
+from collections.abc import Callable
 from typing import Any
 
+from megatron_bridge.models import rotary
 from megatron_bridge.registry import (
     HfConfig,
     Part,
@@ -99,6 +101,12 @@ FC2 = Row(
     (weight("mlp.down_proj", "hidden, ffn"),),
     cut="ffn",
 )
+FUSED_FC1 = Row(
+    GATED_FC1.megatron,
+    GATED_FC1.shape,
+    (weight("mlp.gate_up_proj", "ffn, hidden"), weight("mlp.gate_up_proj", "ffn, hidden")),
+    cut="ffn",
+)
 GATED_MLP = (MLP_NORM, GATED_FC1, FC2)
 FINAL_NORM = Row("decoder.final_layernorm.weight", "hidden", (Part("model.norm.weight", "hidden"),))
 LM_HEAD = Row(
@@ -115,6 +123,7 @@ VALUE_HEAD = Row(
     when=has_value_head,
 )
 OUTPUT = (FINAL_NORM, LM_HEAD, VALUE_HEAD)
+LLAMA = (EMBEDDING, INPUT_NORM, QKV, ATTENTION_OUTPUT, *GATED_MLP, *OUTPUT)
 IGNORED = (f"{_LAYER}self_attn.rotary_emb.inv_freq",)
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -122,7 +131,6 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "attention_bias": (False,),
     "pretraining_tp": (1,),
-    "use_sliding_window": (False,),
     "rope_interleaved": (False,),
 }
 DEFAULTS: dict[str, Any] = {
@@ -131,9 +139,7 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": None,
     "num_key_value_heads": None,
     "tie_word_embeddings": False,
-    "rope_parameters": None,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
+    **rotary.DEFAULTS,
 }
 HARMLESS = frozenset(
     {
@@ -155,9 +161,8 @@ HARMLESS = frozenset(
         "problem_type",
         "classifier_dropout",
         "is_llama_config",
-        # Without use_sliding_window these two say nothing.
-        "sliding_window",
-        "max_window_layers",
+        # Which file of Python code has the model's class: transformers has its own.
+        "auto_map",
     }
 )
 
@@ -191,53 +196,14 @@ def gpt(config: HfConfig) -> dict[str, Any]:
         ),
         "share_embeddings_and_output_weights": tied(config),
         "position_embedding_type": "rope",
-        **rotary(config),
     }
 
 
-def rotary_parameters(config: HfConfig) -> dict[str, Any]:
-    """Rotary settings in transformers 5's form, from either form of config.json."""
-    parameters = dict(config.get("rope_parameters") or {})
-    if not parameters:
-        parameters = dict(config.get("rope_scaling") or {})
-    parameters.setdefault("rope_theta", config.get("rope_theta", DEFAULTS["rope_theta"]))
-    parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", "default")
-    return parameters
+def features(config: HfConfig) -> dict[str, Any]:
+    """What our layers need to know of every dense model: what it rotates by."""
+    return {"rotary": rotary.parameters(config)}
 
 
-# Megatron's rope scaling is Llama 3's, with these three fixed in its code.
-_LLAMA3_FIXED = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def rotary_problems(config: HfConfig) -> list[str]:
-    """Why Megatron cannot compute these rotary embeddings; empty when it can."""
-    parameters = rotary_parameters(config)
-    kind = parameters["rope_type"]
-    if kind not in ("default", "llama3"):
-        return [f"rope_type '{kind}' is not supported; supported: default, llama3"]
-    problems = []
-    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        problems.append("partial_rotary_factor other than 1 is not supported")
-    if kind == "llama3":
-        problems += [
-            f"rope scaling llama3 with {name}={parameters.get(name)} is not supported; Megatron "
-            f"computes it with {value}"
-            for name, value in _LLAMA3_FIXED.items()
-            if parameters.get(name) != value
-        ]
-        if "factor" not in parameters:
-            problems.append("rope scaling llama3 needs a factor")
-    return problems
-
-
-def rotary(config: HfConfig) -> dict[str, Any]:
-    """GPTModel's rotary arguments."""
-    parameters = rotary_parameters(config)
-    arguments: dict[str, Any] = {"rotary_base": parameters["rope_theta"]}
-    if parameters["rope_type"] == "llama3":
-        arguments |= {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
-    return arguments
+def refusals(defaults: dict[str, Any]) -> Callable[[HfConfig], list[str]]:
+    """Of an architecture with these defaults: why a config's rotary embeddings are refused."""
+    return lambda config: rotary.problems(rotary.parameters({**defaults, **config}))

@@ -7,19 +7,14 @@ ARCHITECTURES = (
     Architecture(
         name="LlamaForCausalLM",
         model_type="llama",
-        rows=(
-            dense.EMBEDDING,
-            dense.INPUT_NORM,
-            dense.QKV,
-            dense.ATTENTION_OUTPUT,
-            *dense.GATED_MLP,
-            *dense.OUTPUT,
-        ),
+        rows=dense.LLAMA,
         transformer=dense.transformer,
         required=dense.REQUIRED,
         defaults=dense.DEFAULTS,
         harmless=dense.HARMLESS,
         ignored=dense.IGNORED,
-        refusals=dense.rotary_problems,
+        features=dense.features,
+        refusals=dense.refusals(dense.DEFAULTS),
+        models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2",
     ),
 )

@@ -1,7 +1,30 @@
-"""Qwen2 and Qwen2.5, dense: Llama with a bias on q, k and v."""
+"""Qwen2 and Qwen2.5, dense: Llama with a bias on q, k and v, and late layers with a window."""
 
-from megatron_bridge.models import dense
-from megatron_bridge.registry import Architecture
+from typing import Any
+
+from megatron_bridge.models import dense, windows
+from megatron_bridge.registry import Architecture, HfConfig
+
+DEFAULTS = dense.DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+
+def transformer(config: HfConfig) -> dict[str, Any]:
+    """TransformerConfig's arguments of Qwen2's and Qwen3's layers."""
+    return dense.transformer(config) | windows.transformer(*windows.qwen(config))
+
+
+def refusals(config: HfConfig) -> list[str]:
+    """Further reasons why such a model is not supported."""
+    return dense.refusals(DEFAULTS)(config) + windows.problems(
+        config, *windows.qwen({**DEFAULTS, "num_hidden_layers": 0, **config})
+    )
+
 
 ARCHITECTURES = (
     Architecture(
@@ -16,11 +39,13 @@ ARCHITECTURES = (
             *dense.GATED_MLP,
             *dense.OUTPUT,
         ),
-        transformer=lambda config: {**dense.transformer(config), "add_qkv_bias": True},
+        transformer=lambda config: {**transformer(config), "add_qkv_bias": True},
         required=dense.REQUIRED,
-        defaults=dense.DEFAULTS,
+        defaults=DEFAULTS,
         harmless=dense.HARMLESS,
         ignored=dense.IGNORED,
-        refusals=dense.rotary_problems,
+        features=dense.features,
+        refusals=refusals,
+        models="Qwen2, Qwen2.5",
     ),
 )

@@ -1,6 +1,6 @@
 """Qwen3, dense: Llama with a norm on each head's query and key."""
 
-from megatron_bridge.models import dense
+from megatron_bridge.models import dense, qwen2
 from megatron_bridge.registry import Architecture
 
 ARCHITECTURES = (
@@ -16,11 +16,13 @@ ARCHITECTURES = (
             *dense.GATED_MLP,
             *dense.OUTPUT,
         ),
-        transformer=lambda config: {**dense.transformer(config), "qk_layernorm": True},
+        transformer=lambda config: {**qwen2.transformer(config), "qk_layernorm": True},
         required=dense.REQUIRED,
-        defaults=dense.DEFAULTS | {"head_dim": 128},
+        defaults=qwen2.DEFAULTS | {"head_dim": 128},
         harmless=dense.HARMLESS,
         ignored=dense.IGNORED,
-        refusals=dense.rotary_problems,
+        features=dense.features,
+        refusals=qwen2.refusals,
+        models="Qwen3 0.6B to 32B",
     ),
 )

@@ -14,7 +14,8 @@ class Features:
         wide_qk_norm: whether queries (and keys) are normed over all heads at once; ``qk_layernorm``
             of the TransformerConfig, a norm for each head, is then off.
         embedding_scale: the embedding's output is multiplied by it, rounded to its dtype.
-        rotary: ``rope_parameters`` in transformers 5's form, complete; None: Megatron's own.
+        rotary: ``rope_parameters`` in transformers 5's form, complete; None: with latent attention
+            (MLA), whose arguments are MLATransformerConfig's.
         local_rotary: those of layers with a sliding window, where they differ.
         router_group_experts: how many of a group's best experts rank the group, where routing is
             limited to groups; None: as many as Megatron takes, topk divided by the groups chosen.

@@ -168,15 +168,18 @@ class Rotary(RotaryEmbedding):
 
 
 def install(model: Any, config: Any) -> None:
-    """Gives a GPTModel the rotary frequencies of ``config.bridge``; without any it does nothing.
+    """Gives a GPTModel the rotary frequencies of ``config.bridge``.
+
+    Latent attention (MLA) has its own; ``MLATransformerConfig`` describes them.
 
     Args:
-        model: a GPTModel with rotary embeddings, as built.
+        model: a GPTModel, as built.
         config: its TransformerConfig.
     """
     wanted = features(config)
-    if wanted.rotary is None:
+    if config.multi_latent_attention:
         return
+    assert wanted.rotary is not None, "the architecture's features lack the rotary embedding"
     both = [wanted.rotary, wanted.local_rotary]
     of_layers = [frequencies(one, config.kv_channels) for one in both if one is not None]
     assert len({(len(one.inverse), one.factor) for one in of_layers}) == 1, "of equal form"

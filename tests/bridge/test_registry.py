@@ -63,15 +63,19 @@ def test_an_unknown_name_says_what_to_register():
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"logit_softcapping": 30.0}, "logit_softcapping=30.0, which the bridge does not know"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types.*sliding_attention"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fas": 3}},
+            "beta_fas=3, which the bridge does not know.*'beta_fast'",
+        ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-            "low_freq_factor=2.0",
+            "'llama3' needs high_freq_factor",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method=.awq. are not read"),
     ],
 )
 def test_what_would_change_the_computation_is_refused(fields, message):
@@ -93,7 +97,8 @@ def test_rotary_base_from_either_form_of_config():
     old = {key: value for key, value in _config().items() if key != "rope_parameters"}
     old |= {"rope_theta": 5e5, "rope_scaling": None}
     for config in (new, old):
-        assert translation.gpt_arguments(translation.resolve(config))["rotary_base"] == 5e5
+        found = translation.features(translation.resolve(config))
+        assert found["rotary"]["rope_theta"] == 5e5
 
 
 def test_absent_head_dim_is_the_architectures_own():
