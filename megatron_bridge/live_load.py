@@ -7,6 +7,7 @@ import torch
 
 from megatron_bridge import regions, translation
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
+from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
 from megatron_bridge.mappings import huggingface_shapes
 from megatron_bridge.registry import HfConfig, architecture, has_value_head, uncovered
@@ -37,7 +38,7 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
         raise ValueError("fresh_head needs a model with a value head; see live.with_value_head")
     opened = HuggingFaceFolder(folder)
     _check_config(opened, config, fresh_head)
-    source: Source = opened
+    source = dequantized(opened, opened.config(), made.dtype)
     expected = huggingface_shapes(config)
     if fresh_head:
         del expected["score.weight"]

@@ -23,6 +23,7 @@ def problems(config: HfConfig) -> list[str]:
     table = architecture(config)
     found = [f"config.json lacks '{field}'" for field in _NEEDED if not config.get(field)]
     found += _values(config, table)
+    found += _quantization(config)
     found += table.refusals(config)
     found += [_unknown(field, config[field], table) for field in _unknown_fields(config, table)]
     return found
@@ -42,9 +43,26 @@ def _values(config: HfConfig, table: Architecture) -> list[str]:
     return found
 
 
+# How weights may be stored; they are read as what they stand for.
+QUANTIZATIONS = ("fp8", "mxfp4")
+
+
+def _quantization(config: HfConfig) -> list[str]:
+    """A storage of weights that is not read."""
+    stored = config.get("quantization_config") or {}
+    method = stored.get("quant_method")
+    if not stored or method in QUANTIZATIONS:
+        return []
+    return [
+        f"weights quantised with quant_method={method!r} are not read; supported: "
+        f"{', '.join(QUANTIZATIONS)}. Use the model's bfloat16 checkpoint"
+    ]
+
+
 def _unknown_fields(config: HfConfig, table: Architecture) -> list[str]:
     """Fields with an effect (a value that is not empty, zero or false) that no table mentions."""
-    known = {*_NEEDED, *table.required, *table.defaults, *table.harmless, "layer_types"}
+    known = {*_NEEDED, *table.required, *table.defaults, *table.harmless}
+    known |= {"layer_types", "quantization_config"}
     return [
         field
         for field, value in config.items()

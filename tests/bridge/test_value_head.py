@@ -1,0 +1,129 @@
+"""Reward models and critics: a score per token, loaded or fresh, at any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron_bridge import live
+from megatron_bridge.layout import ParallelLayout
+from megatron_bridge.runtime import parallel
+from tests.bridge import parity, tiny
+from tests.ranks import run_ranks
+
+LABELS = 3
+LAYOUTS = {"tp1": ParallelLayout(), "tp2pp2": ParallelLayout(tp=2, pp=2)}
+
+
+def _classifier(kind: str) -> Any:
+    config = tiny.config(kind, num_labels=LABELS)
+    torch.manual_seed(11)
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def _scores(model: Any, pack: list[torch.Tensor]) -> torch.Tensor:
+    """HuggingFace's scores [T, labels] of every token of a pack."""
+    rows = [model.score(model.model(ids[None, :-1]).last_hidden_state)[0] for ids in pack]
+    return torch.cat(rows)
+
+
+def _step(iterator: Any, model: Any) -> Any:
+    pack = parity._pack(next(iterator))
+    del pack["labels"]
+    out = model(**pack, labels=None)
+    factor = len(parity.PACKS) / parity.TOKENS
+    return out, lambda o: ((o**2).sum() * factor, {"out": o.detach()})
+
+
+def _train(folder: Path, layout: ParallelLayout) -> dict[str, Any]:
+    """Scores of each pack and the gradients of their mean square."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    (model,) = parity.build(folder, layout)
+    config = live.load_hf_config(folder)
+    exported = {name: tensor.clone() for name, tensor in live.export_weights(model, config)}
+    settings: Any = model.config
+    settings.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+    packs = parity.packs(tiny.VOCABULARY)
+    results = get_forward_backward_func()(
+        forward_step_func=_step,
+        data_iterator=iter(packs),
+        model=wrapped,
+        num_microbatches=len(packs),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+    gradients = {name: tensor.clone() for name, tensor in live.export_weights(model, config)}
+    return {
+        "scores": [result["out"][0] for result in results],
+        "exported": exported,
+        "gradients": gradients,
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_scores_and_gradients_equal_huggingface(kind, layout, tmp_path):
+    model = _classifier(kind)
+    folder = tiny.save(model, tmp_path)
+    wanted = [_scores(model, pack) for pack in parity.packs(tiny.VOCABULARY)]
+    (sum((scores**2).sum() for scores in wanted) / parity.TOKENS).backward()
+    results = run_ranks(_train, LAYOUTS[layout].world, folder, LAYOUTS[layout])
+    source = parity.read_all(folder)
+    assert results[0]["exported"].keys() == source.keys()
+    assert all(torch.equal(results[0]["exported"][name], source[name]) for name in source)
+    for found, reference in zip(results[-1]["scores"], wanted, strict=True):
+        assert found.shape == reference.shape and reference.shape[1] == LABELS
+        torch.testing.assert_close(found, reference, rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(
+            results[0]["gradients"][name], parameter.grad, rtol=0, atol=1e-5 * scale
+        )
+
+
+def _fresh(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    parallel.initialize(ParallelLayout())
+    config = live.with_value_head(live.load_hf_config(folder))
+    model = live.build_model(config, ParallelLayout(), dtype=torch.float32, seed=4)
+    assert isinstance(model.output_layer, torch.nn.Module)
+    before = model.output_layer.weight.detach().clone()  # type: ignore[union-attr,operator]
+    live.load_weights(model, folder, fresh_head=True)
+    return dict(live.export_weights(model, config)), before  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_model_with_a_fresh_head(tied, tmp_path):
+    folder = tiny.save(tiny.model("llama", tied=tied), tmp_path)
+    ((exported, head),) = run_ranks(_fresh, 1, folder)
+    source = parity.read_all(folder)
+    assert exported.keys() == (source.keys() - {"lm_head.weight"}) | {"score.weight"}
+    assert exported["score.weight"].shape == (1, tiny.SIZES["hidden_size"])
+    assert torch.equal(exported["score.weight"], head) and head.std() > 0
+    for name in source.keys() - {"lm_head.weight"}:
+        assert torch.equal(exported[name], source[name])
+
+
+def _without_saying_so(folder: Path) -> None:
+    parallel.initialize(ParallelLayout())
+    config = live.with_value_head(live.load_hf_config(folder))
+    model = live.build_model(config, ParallelLayout(), dtype=torch.float32)
+    live.load_weights(model, folder)
+
+
+def test_a_base_model_is_no_reward_model_by_itself(tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    with pytest.raises(AssertionError, match=r"'score.weight' is missing"):
+        run_ranks(_without_saying_so, 1, folder)
