@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_bridge.convert.companions import copy_companions
 from megatron_bridge.convert.journal import Place
 from megatron_bridge.convert.kinds import COMPANIONS
 from megatron_bridge.convert.plan import Item, Unit
 from megatron_bridge.convert.sources import CARRIED, Opened, Renamed, Together
+from megatron_bridge.huggingface.write import copy_others
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.registry import HfConfig
 from megatron_bridge.source import Ranges, Source, whole
@@ -73,7 +73,7 @@ class MegatronSink:
         (folder / COMPANIONS).mkdir(exist_ok=True)
         text = json.dumps(self._config, indent=2, sort_keys=True) + "\n"
         (folder / COMPANIONS / "config.json").write_text(text)
-        copy_companions(self._companions, folder / COMPANIONS)
+        copy_others(self._companions, folder / COMPANIONS)
         (folder / LATEST).write_text(f"{RELEASE}\n")
 
 

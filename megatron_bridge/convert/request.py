@@ -9,6 +9,7 @@ import torch
 
 from megatron_bridge.convert import run as engine
 from megatron_bridge.convert.hosts import under_torchrun
+from megatron_bridge.convert.huggingface_sink import HuggingFaceSink
 from megatron_bridge.convert.kinds import Kind
 from megatron_bridge.convert.megatron_sink import MegatronSink, as_megatron
 from megatron_bridge.convert.memory import Meter
@@ -16,10 +17,9 @@ from megatron_bridge.convert.run import Job, Limits
 from megatron_bridge.convert.sink import Sink
 from megatron_bridge.convert.sizes import show_binary, show_bytes
 from megatron_bridge.convert.sources import Cast, Opened, open_checkpoint
+from megatron_bridge.huggingface.write import SHARD_BYTES
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.source import Source
-
-SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -152,4 +152,6 @@ def _config(request: Request, opened: Opened) -> dict[str, Any]:
 
 
 def _to_huggingface(request: Request, opened: Opened, source: Source) -> tuple[Source, Sink]:
-    raise ValueError("later")
+    shard_bytes = request.shard_bytes or SHARD_BYTES
+    sink = HuggingFaceSink(source, _config(request, opened), opened.companions, shard_bytes)
+    return source, sink
