@@ -60,12 +60,16 @@ class SafetensorsFile:
     def read(self, name: str, ranges: Ranges) -> Tensor:
         """The rectangle ``ranges`` of one tensor: a view of the file, read-only by contract."""
         info = self.infos[name]
-        begin = self._data_at + self._begin[name]
+        begin = self.offset(name)
         assert inside(info.shape, ranges), f"{ranges} is not inside '{name}' of {info.shape}"
         if begin % info.dtype.itemsize:
             return self._read_unaligned(info, begin, ranges)
         data = self._map()[begin : begin + info.bytes].view(info.dtype).view(info.shape)
         return data[tuple(slice(*interval) for interval in ranges)]
+
+    def offset(self, name: str) -> int:
+        """Where a tensor's data starts in the file, in bytes."""
+        return self._data_at + self._begin[name]
 
     def _read_unaligned(self, info: TensorInfo, begin: int, ranges: Ranges) -> Tensor:
         """A copy: no tensor of this dtype can start at such an address. Rare, other writers pad."""
