@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+_LARGEST_CHOICE = 4096  # parallel sizes above are not proposed
+
 
 class Coordinates(NamedTuple):
     """A rank's place in each parallel dimension of the layers without experts."""
@@ -159,12 +161,15 @@ class ParallelLayout:
                 f"etp*ep={self.expert_tp}*{self.ep} does not divide tp*dp={self.tp}*{self.dp}; "
                 f"choose ep from {_divisors([self.tp * self.dp // self.expert_tp])}"
                 if self.tp * self.dp % self.expert_tp == 0
-                else f"etp={self.expert_tp} does not divide tp*dp={self.tp}*{self.dp}"
+                else f"etp={self.expert_tp} does not divide tp*dp={self.tp}*{self.dp}; choose etp "
+                f"from {_divisors([self.tp * self.dp])}"
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"vpp={self.vpp} needs pp greater than 1")
         if self.pp == 1 and (self.first_stage_layers or self.last_stage_layers):
-            found.append("first_stage_layers and last_stage_layers need pp greater than 1")
+            found.append(
+                "first_stage_layers and last_stage_layers need pp greater than 1; leave them out"
+            )
         return found
 
     def _stages(self, config: dict[str, Any]) -> list[str]:
@@ -176,7 +181,7 @@ class ParallelLayout:
             return [
                 f"first_stage_layers={self.first_stage_layers} and last_stage_layers="
                 f"{self.last_stage_layers} leave {left} of num_hidden_layers={layers} layers for "
-                f"{stages} stages"
+                f"{stages} other stages; every stage needs a layer, and every layer a stage"
             ]
         if left % stages and stages == self.pp:
             return [
@@ -186,7 +191,7 @@ class ParallelLayout:
         if left % stages:
             return [
                 f"{left} layers do not divide over the {stages} pipeline stages that "
-                "first_stage_layers and last_stage_layers leave"
+                "first_stage_layers and last_stage_layers leave; change one of the three"
             ]
         return self._chunks(layers)
 
@@ -203,7 +208,13 @@ class ParallelLayout:
 
         sizes = {"tp": self.tp, "etp": self.expert_tp, "ep": self.ep}
         cuts = cut_sizes(config)
+        experts = any(cut.by == "ep" for cut in cuts)
+        wanted = {"ep": self.ep, "etp": self.etp} if not experts else {}
         return [
+            f"{name}={size} needs a model with experts, and this one has none; leave {name} out"
+            for name, size in wanted.items()
+            if size not in (None, 1)
+        ] + [
             f"{cut.by}={sizes[cut.by]} does not divide {cut.field}={cut.size}; choose {cut.by} "
             f"from {_fitting([other for other in cuts if other.by == cut.by])}"
             for cut in cuts
@@ -218,4 +229,5 @@ def _fitting(cuts: list[Any]) -> list[int]:
 
 def _divisors(sizes: Iterable[int]) -> list[int]:
     sizes = list(sizes)
-    return [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+    limit = min(*sizes, _LARGEST_CHOICE)
+    return [n for n in range(1, limit + 1) if all(size % n == 0 for size in sizes)]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hybridflow.recipe.catalogue import CONDITIONS, SECTIONS
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.graph import Graph, Node
+from megatron_bridge.layout import ParallelLayout
 
 
 def explain(plan: Plan) -> str:
@@ -34,11 +35,22 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 def _placement(plan: Plan, role: str) -> str:
     if role in plan.layouts:
-        layout = plan.layouts[role]
-        return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {layout.world} rank(s)"
+        return "; ".join(_layout(plan.layouts[role]))
     rollout = plan.recipe.roles.rollout
     servers = rollout.parallel
     return f"{servers.dp} server(s) of engine {rollout.engine}, {servers.tp} device(s) each"
+
+
+def _layout(layout: ParallelLayout) -> Iterator[str]:
+    yield f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {layout.world} rank(s)"
+    if (layout.ep, layout.expert_tp) != (1, layout.tp):
+        yield (
+            f"experts of a stage: etp {layout.expert_tp} x ep {layout.ep}, "
+            f"{layout.expert_dp} replica(s)"
+        )
+    for place, layers in (("first", layout.first_stage_layers), ("last", layout.last_stage_layers)):
+        if layers is not None:
+            yield f"{place} stage: {layers} layer(s)"
 
 
 def _stage(plan: Plan, stage: Stage) -> Iterator[str]:

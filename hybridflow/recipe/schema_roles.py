@@ -16,10 +16,22 @@ class ParallelSection(Section):
     tp: Count = Field(default=1, description="tensor parallel size")
     pp: Count = Field(default=1, description="pipeline parallel size")
     dp: Count = Field(default=1, description="data parallel size")
+    ep: Count = Field(
+        default=1, description="expert parallel size; `etp * ep` divides `tp * dp`, adds no device"
+    )
+    etp: Count | None = Field(
+        default=None, description="tensor parallel size within an expert; null: as `tp`"
+    )
+    first_stage_layers: Count | None = Field(
+        default=None, description="layers of the first pipeline stage; null: as the others"
+    )
+    last_stage_layers: Count | None = Field(
+        default=None, description="layers of the last pipeline stage; null: as the others"
+    )
 
     def layout(self) -> ParallelLayout:
         """The same as the layout object of the engine."""
-        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp)
+        return ParallelLayout(**self.model_dump())
 
 
 class ActorSection(Section):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bridge.registry import architecture
+from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.translation import resolve
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -48,7 +49,7 @@ checkpoint: {every: 2}
 def write_weights(folder: Path, config: dict) -> Path:
     """A whole safetensors file of zeros for every tensor of the architecture."""
     header, end = {}, 0
-    for name, shape in architecture(config).tensors(config).items():
+    for name, shape in huggingface_shapes(resolve(config)).items():
         size = 4
         for dimension in shape:
             size *= dimension

@@ -33,6 +33,7 @@ def folder_faults(context: Context) -> Iterator[Fault]:
 
 
 def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
+    from megatron_bridge.mappings import huggingface_shapes
     from megatron_bridge.registry import architecture
     from megatron_bridge.translation import problems, resolve
 
@@ -53,7 +54,7 @@ def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
         yield Fault(str(path), what, "restore the file")
         return
     try:
-        table = architecture(config)
+        architecture(config)
     except ValueError as error:
         yield context.fault("model.path", str(error), "choose a model of a known architecture")
         return
@@ -61,7 +62,7 @@ def _config_faults(context: Context, path: Path) -> Iterator[Fault]:
         for problem in unsupported:
             yield Fault(str(path), problem, "choose a model that the bridge can build")
         return
-    yield from _tensor_faults(context, path.parent, table.tensors(resolve(config)))
+    yield from _tensor_faults(context, path.parent, huggingface_shapes(resolve(config)))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -152,10 +153,22 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
+def _is_known(config: dict[str, Any]) -> bool:
+    """Whether the bridge can say how such a model is cut; ``folder_faults`` reports why not."""
+    from megatron_bridge.registry import architecture
+    from megatron_bridge.translation import problems
+
+    try:
+        architecture(config)
+    except ValueError:
+        return False
+    return not problems(config)
+
+
 def layout_faults(context: Context) -> Iterator[Fault]:
-    """Layouts that do not divide the model's heads, layers or feed-forward size."""
+    """Layouts that do not divide the model's heads, layers, feed-forward size or experts."""
     config = context.hf_config
-    if config is None:
+    if config is None or not _is_known(config):
         return
     for role, layout in context.plan.layouts.items():
         section = context.recipe.roles.reference if role == "reference" else None
