@@ -6,12 +6,13 @@ import json
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from megatron_bridge.huggingface.pickle_file import PickleFile
 from megatron_bridge.huggingface.safetensors_file import SafetensorsFile, listed
+from megatron_bridge.huggingface.stamps import Stamps
 from megatron_bridge.source import Ranges, TensorInfo
 
 CONFIG = "config.json"
@@ -23,15 +24,7 @@ _FORMATS = (
 )
 _PICKLES = (".bin", ".pt", ".pth")
 _WEIGHTS = (".safetensors", *_PICKLES, ".gguf", ".h5", ".msgpack", ".ckpt")
-_WeightFile = SafetensorsFile | PickleFile
-
-
-class Stamp(NamedTuple):
-    """What tells whether a file is still the one that was opened."""
-
-    size: int
-    mtime_ns: int
-    inode: int
+WeightFile = SafetensorsFile | PickleFile
 
 
 class HuggingFaceFolder:
@@ -51,7 +44,7 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path) -> None:
         given = Path(path)
         self.path = given.parent if _exists(given) and not given.is_dir() else given
-        self._config = read_json(_required(self.path, CONFIG))
+        self._config = load_hf_config(self.path)
         index = None
         if self.path == given:
             names, index = _weights(self.path)
@@ -59,7 +52,7 @@ class HuggingFaceFolder:
             names = [given.name]
         self.files = tuple(self.path / name for name in names)
         noted = (self.path / CONFIG, *((self.path / index,) if index else ()), *self.files)
-        self._stamps = {file: _stamp(file) for file in noted}
+        self._stamps = Stamps(noted)
         opened = _open_all(self.files)
         self._file_of = _placed(opened)
         if index:
@@ -84,12 +77,7 @@ class HuggingFaceFolder:
         Raises:
             ValueError: naming the files that changed.
         """
-        changed = [str(file) for file, was in self._stamps.items() if _stamp_or_none(file) != was]
-        if changed:
-            raise ValueError(
-                f"changed while being read: {listed(changed, ', ')}; wait until nothing writes "
-                "there and start again"
-            )
+        self._stamps.check()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def open_weights(path: Path) -> _WeightFile:
+def open_weights(path: Path) -> WeightFile:
     """One weight file, by its ending.
 
     Raises:
@@ -196,7 +184,7 @@ def _indexed(folder: Path, index: str) -> list[str]:
     return names
 
 
-def _open_all(paths: Iterable[Path]) -> list[_WeightFile]:
+def _open_all(paths: Iterable[Path]) -> list[WeightFile]:
     opened, faults = [], []
     for path in paths:
         try:
@@ -208,9 +196,9 @@ def _open_all(paths: Iterable[Path]) -> list[_WeightFile]:
     return opened
 
 
-def _placed(files: list[_WeightFile]) -> dict[str, _WeightFile]:
+def _placed(files: list[WeightFile]) -> dict[str, WeightFile]:
     """The file of each tensor."""
-    placed: dict[str, _WeightFile] = {}
+    placed: dict[str, WeightFile] = {}
     faults = []
     for file in files:
         for name in file.infos.keys() & placed.keys():
@@ -222,7 +210,7 @@ def _placed(files: list[_WeightFile]) -> dict[str, _WeightFile]:
     return placed
 
 
-def _check_index(path: Path, file_of: Mapping[str, _WeightFile]) -> None:
+def _check_index(path: Path, file_of: Mapping[str, WeightFile]) -> None:
     """The index and the files must tell the same of every tensor."""
     indexed = _weight_map(path)
     faults = [
@@ -237,18 +225,3 @@ def _check_index(path: Path, file_of: Mapping[str, _WeightFile]) -> None:
     ]
     if faults:
         raise ValueError(f"{path} contradicts its files: {listed(faults)}; fetch them again")
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ValueError(_unreadable(path, error)) from error
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _stamp_or_none(path: Path) -> Stamp | None:
-    try:
-        return _stamp(path)
-    except ValueError:
-        return None
