@@ -80,6 +80,15 @@ class HuggingFaceFolder:
         self._stamps.check()
 
 
+def load_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The content of a model folder's config.json.
+
+    Raises:
+        ValueError: when it is absent or not a JSON object.
+    """
+    return read_json(_required(Path(folder), CONFIG))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
