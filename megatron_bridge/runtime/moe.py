@@ -98,6 +98,14 @@ class MoELayer(moe_layer.MoELayer):
     sequence parallel inside, whatever the length of the pack.
     """
 
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # Megatron reduces experts' gradients over their own replicas only where experts are spread
+        # over ranks; an expert cut in another way than the other layers has other replicas too.
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for parameter in self.experts.parameters():  # type: ignore[union-attr]
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
     def forward(
         self,
         hidden_states: Tensor,
