@@ -15,6 +15,7 @@ _MAGIC = b"PK\x03\x04"
 # What a damaged or refused archive makes torch.load and zipfile raise.
 DAMAGE = (
     ArithmeticError,
+    AssertionError,
     AttributeError,
     EOFError,
     LookupError,

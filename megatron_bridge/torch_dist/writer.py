@@ -106,23 +106,32 @@ def _file_faults(path: Path, length: int) -> list[str]:
 def _extra_states(infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Names of the transformer-engine states that a stock model wants to find.
 
-    Every linear layer and norm of a model has one, for FP8 training, and loading fails where one
-    is missing. The state of a model that never trained in FP8 is None. A name tells the module,
-    and its place among the layers and experts: ``.../shard_LAYER.EXPERT_LAYERS.EXPERTS``.
+    Every linear layer, norm and core attention of a model may have one, for FP8 training, and
+    loading fails where one is missing; which of them do depends on the version. The state of a
+    model that never trained in FP8 is None. A name tells the module, and its place among the
+    layers and experts: ``.../shard_LAYER.EXPERT_LAYERS.EXPERTS``.
     """
     names: dict[str, None] = {}
     for key, info in infos.items():
         module = key.rpartition(".")[0]
-        name = module.rpartition(".")[2]
-        if not (name.startswith("linear_") or name.endswith("norm")):
-            continue
         # Only what is stacked over layers or experts has these axes in front of its own.
         layers = re.match(r"decoder\.layers\.(?!\d)", key) is not None
         grid = info.shape[: layers + (".experts.experts." in key)] or (1,)
-        for place in product(*map(range, grid)):
-            shard = f"{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
-            names[f"{module}._extra_state/shard_{shard}"] = None
+        for stateful in _stateful(module):
+            for place in product(*map(range, grid)):
+                shard = f"{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
+                names[f"{stateful}._extra_state/shard_{shard}"] = None
     yield from names
+
+
+def _stateful(module: str) -> list[str]:
+    """The module itself where it has an extra state, and a neighbour that has one and no tensor."""
+    parent, _, name = module.rpartition(".")
+    if not module.startswith(("decoder.", "mtp.")):
+        return []
+    if name == "linear_proj":
+        return [module, f"{parent}.core_attention"]
+    return [module] if name.startswith("linear_") or name.endswith("norm") else []
 
 
 def _index(

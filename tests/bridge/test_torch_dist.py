@@ -80,6 +80,7 @@ def _rectangles(draw: st.DrawFn, shape: tuple[int, ...]) -> Ranges:
     return tuple((start, stop) for start, stop in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_tiling_is_read_in_any_rectangle(data):
@@ -153,6 +154,38 @@ def test_a_view_is_written_alone(tmp_path):
     source = TorchDist(tmp_path)
     for key, part in parts.items():
         assert _same(source.read(key, whole(tuple(part.shape))), part.detach())
+
+
+def test_the_states_that_stock_models_look_for_are_there(tmp_path):
+    """By the names that transformer-engine's modules have in Megatron."""
+    shapes = {
+        "embedding.word_embeddings.weight": (8, 4),
+        "decoder.layers.self_attention.linear_proj.weight": (2, 4, 4),
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight": (2, 3, 4, 4),
+        "decoder.layers.mlp.router.weight": (2, 3, 4),
+        "decoder.final_layernorm.weight": (4,),
+        "bridge.model.norm.weight": (4,),
+    }
+    write(tmp_path, {key: torch.zeros(shape) for key, shape in shapes.items()})
+    experts = [f"shard_{layer}.{expert}_2.3" for layer in range(2) for expert in range(3)]
+    layers = "decoder.layers"
+    assert set(TorchDist(tmp_path).objects()) == {
+        *(f"{layers}.self_attention.linear_proj._extra_state/shard_{n}_2" for n in range(2)),
+        *(f"{layers}.self_attention.core_attention._extra_state/shard_{n}_2" for n in range(2)),
+        *(f"{layers}.mlp.experts.experts.linear_fc2._extra_state/{place}" for place in experts),
+        "decoder.final_layernorm._extra_state/shard_0_1",
+    }
+
+
+def test_the_states_of_layers_that_differ(tmp_path):
+    key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
+    write(tmp_path, {key: torch.zeros(2, 4, 4), key.replace("experts.experts.", ""): torch.ones(3)})
+    module = "decoder.layers.1.mlp"
+    assert set(TorchDist(tmp_path).objects()) == {
+        f"{module}.experts.experts.linear_fc1._extra_state/shard_0_2",
+        f"{module}.experts.experts.linear_fc1._extra_state/shard_1_2",
+        f"{module}.linear_fc1._extra_state/shard_0_1",
+    }
 
 
 def test_many_files_need_few_descriptors(tmp_path):

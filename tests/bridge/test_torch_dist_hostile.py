@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import random
 import shutil
 import zipfile
 from argparse import Namespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megatron_bridge.source import TensorInfo
+from megatron_bridge.source import TensorInfo, whole
 from megatron_bridge.torch_dist.reader import TorchDist
 from megatron_bridge.torch_dist.writer import ChunkFile, ChunkRecord, finish
 
@@ -280,6 +281,29 @@ def test_a_tensor_that_reaches_beyond_its_data(folder, tmp_path):
             target.writestr(entry.filename, own)
     _overwrite(folder, (tmp_path / "made").read_bytes())
     _refuses(folder, "c.distcp", "shorter than its tensor")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("file", [".metadata", "a.distcp", "common.pt"])
+def test_changed_bytes_are_data_or_an_error(folder, file):
+    """Whatever three bytes become, reading goes through or raises a ValueError."""
+    content = (folder / file).read_bytes()
+    draw = random.Random(file)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(content)
+        for _ in range(3):
+            changed[draw.randrange(len(content))] = draw.choice([0, 255, draw.randrange(256)])
+        (folder / file).write_bytes(changed)
+        try:
+            source = TorchDist(folder)
+            source.check()
+            for name, info in source.tensors().items():
+                source.read(name, whole(info.shape)).sum()
+            source.common()
+        except ValueError:
+            refused += 1
+    assert refused > 30
 
 
 @pytest.mark.parametrize(
