@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_bridge.source import TensorInfo, whole
 from megatron_bridge.torch_dist.reader import TorchDist
-from megatron_bridge.torch_dist.writer import ChunkFile, ChunkRecord, finish
+from megatron_bridge.torch_dist.writer import ChunkFile, finish
 
 HALVES = (MetadataIndex("t", (0, 0)), MetadataIndex("t", (3, 0)))
 
@@ -325,33 +325,3 @@ def test_a_rectangle_or_a_tensor_that_is_not_there(folder):
         source.read("t", ((0, 7), (0, 4)))
     with pytest.raises(ValueError, match="has no tensor 'v'"):
         source.read("v", ())
-
-
-def _record(folder: Path, **changes: Any) -> ChunkRecord:
-    with ChunkFile(folder / "x.distcp") as file:
-        record = file.add("t", (0, 0), torch.zeros(2, 3))
-    return ChunkRecord(**{**record.to_json(), **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"offsets": (1, 0)}, r"'t': the rectangle \[1:3, 0:3\] of a chunk is not inside"),
-        ({"sizes": (1, 3)}, r"'t': no chunk covers element \[1, 0\]"),
-        ({"dtype": "bfloat16"}, "'t' is float32 and has chunks of bfloat16"),
-        ({"key": "v"}, "chunks of an unknown tensor 'v'; tensor 't': no chunk"),
-        ({"file": "y.distcp"}, "y.distcp is missing"),
-        ({"length": 10**6}, "x.distcp has"),
-    ],
-)
-def test_records_that_are_not_the_tensor_make_no_checkpoint(tmp_path, changes, text):
-    record = _record(tmp_path, **changes)
-    with pytest.raises(ValueError, match=text):
-        finish(tmp_path, {"t": TensorInfo(torch.float32, (2, 3))}, [record])
-    assert {path.name for path in tmp_path.iterdir()} == {"x.distcp"}
-
-
-def test_a_file_of_another_name_is_not_begun(tmp_path):
-    with pytest.raises(ValueError, match="must end in .distcp"):
-        ChunkFile(tmp_path / "chunks.bin")
-    assert not list(tmp_path.iterdir())
