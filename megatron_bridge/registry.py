@@ -207,7 +207,7 @@ def _generic(name: str) -> str:
 
 
 def _module_file(table: Architecture) -> str:
-    return f"megatron_bridge/models/{_modules()[table.name][0]}.py"
+    return f"megatron_bridge/models/{module_of(table)}.py"
 
 
 def tied(config: HfConfig) -> bool:
@@ -308,6 +308,11 @@ def _modules() -> dict[str, tuple[str, Architecture]]:
         for table in getattr(module, "ARCHITECTURES", ()):
             found[table.name] = (name, table)
     return found
+
+
+def module_of(table: Architecture) -> str:
+    """The module of models/ that holds a table."""
+    return _modules()[table.name][0]
 
 
 def supported() -> list[str]:
