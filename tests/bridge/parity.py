@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from megatron_bridge import live
 from megatron_bridge.layout import ParallelLayout
-from megatron_bridge.runtime import parallel
+from megatron_bridge.runtime import device, parallel
 
 # Lengths of the sequences in each pack: packs of different sizes, sequences equal and not. The
 # last sequence makes a pack's size divisible by 4, as sequence parallelism wants it.
@@ -57,12 +57,13 @@ def _pack(sequences: list[torch.Tensor]) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = [len(ids) - 1 for ids in sequences]
-    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    here = device.device()
+    offsets = torch.tensor([0, *lengths], device=here).cumsum(0).int()
     return {
-        "input_ids": torch.cat([ids[:-1] for ids in sequences])[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "input_ids": torch.cat([ids[:-1] for ids in sequences])[None].to(here),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(here),
         "attention_mask": None,
-        "labels": torch.cat([ids[1:] for ids in sequences])[None],
+        "labels": torch.cat([ids[1:] for ids in sequences])[None].to(here),
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -186,7 +187,7 @@ def compare(
     chunks = build(folder, layout)
     config = live.load_hf_config(folder)
     found: dict[str, float | bool] = {}
-    exported = {n: t.clone() for n, t in live.export_weights(chunks, config)}
+    exported = {n: t.cpu().clone() for n, t in live.export_weights(chunks, config)}
     if exported:
         source = read_all(folder)
         found["same_names"] = set(exported) == set(source)
@@ -197,7 +198,7 @@ def compare(
     for logits, reference in zip(
         logits_of(chunks, want.vocabulary), mine(want.logits), strict=False
     ):
-        difference = (logits - reference).abs().max().item()
+        difference = (logits.cpu() - reference).abs().max().item()
         found["logits"] = max(found.get("logits", 0.0), difference)
     if gradients:
         norm = train(chunks, mine(packs(want.vocabulary)))
@@ -207,7 +208,7 @@ def compare(
             if name in want.gradients:  # buffers have none
                 reference = want.gradients[name]
                 scale = reference.abs().max().clamp_min(1e-12)
-                difference = ((gradient - reference).abs().max() / scale).item()
+                difference = ((gradient.cpu() - reference).abs().max() / scale).item()
                 found["gradients"] = max(found.get("gradients", 0.0), difference)
     return found
 
