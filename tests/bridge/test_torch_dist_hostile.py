@@ -1,12 +1,8 @@
 """Damaged, incomplete and malicious torch_dist checkpoints: one clear error each, nothing run."""
 
-import dataclasses
 import json
 import os
-import pickle
 import random
-import shutil
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -16,63 +12,20 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megatron_bridge.source import TensorInfo, whole
+from megatron_bridge.source import whole
 from megatron_bridge.torch_dist.reader import TorchDist
-from megatron_bridge.torch_dist.writer import ChunkFile, finish
-
-HALVES = (MetadataIndex("t", (0, 0)), MetadataIndex("t", (3, 0)))
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory) -> Path:
-    """Two tensors; 't' lies in two files, 3 rows each."""
-    folder = tmp_path_factory.mktemp("healthy")
-    tensor = torch.arange(24.0).reshape(6, 4)
-    with ChunkFile(folder / "a.distcp") as a, ChunkFile(folder / "b.distcp") as b:
-        records = [a.add("t", (0, 0), tensor[:3]), b.add("t", (3, 0), tensor[3:])]
-        records.append(a.add("u", (0,), torch.ones(5)))
-    infos = {"t": TensorInfo(torch.float32, (6, 4)), "u": TensorInfo(torch.float32, (5,))}
-    finish(folder, infos, records)
-    return folder
+from tests.bridge.chunks import HALVES, Attack, edit, moved, refuses, write_halves
 
 
 @pytest.fixture
-def folder(healthy, tmp_path) -> Path:
-    return Path(shutil.copytree(healthy, tmp_path / "checkpoint"))
-
-
-def _edit(folder: Path, change: Callable[[Any], None]) -> None:
-    """Change .metadata as if its writer had meant it so."""
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())  # noqa: S301 (our own file)
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
-
-
-def _refuses(folder: Path, *texts: str) -> None:
-    """Opening, checking or reading 't' raises one ValueError that says all of this."""
-    with pytest.raises(ValueError) as error:
-        source = TorchDist(folder)
-        source.check()
-        source.read("t", ((0, 6), (0, 4)))
-    for text in texts:
-        assert text in str(error.value), str(error.value)
-
-
-class _Attack:
-    """A pickle that, once loaded as pickles are, leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.command = f"touch {path}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
+def folder(tmp_path) -> Path:
+    return write_halves(tmp_path / "checkpoint")
 
 
 def test_a_malicious_metadata_does_not_run(folder, tmp_path):
     trace = tmp_path / "it ran"
-    _edit(folder, lambda metadata: setattr(metadata, "planner_data", _Attack(trace)))
-    _refuses(folder, "is refused", "posix.system", "a source that you trust")
+    edit(folder, lambda metadata: setattr(metadata, "planner_data", Attack(trace)))
+    refuses(folder, "is refused", "posix.system", "a source that you trust")
     assert not trace.exists()
 
 
@@ -93,18 +46,18 @@ def test_a_malicious_metadata_does_not_run(folder, tmp_path):
 )
 def test_nothing_but_records_is_built(folder, program):
     (folder / ".metadata").write_bytes(program)
-    _refuses(folder, ".metadata")
+    refuses(folder, ".metadata")
 
 
 def test_a_class_that_a_file_changes_is_its_own(folder):
     """Two files share nothing: what one does to a class, the next does not see."""
     program = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)R}S'k'\nI1\nsb."
     (folder / ".metadata").write_bytes(program)
-    _refuses(folder, "lists no tensors")
+    refuses(folder, "lists no tensors")
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(_Attack, "posix.system"), (lambda _: Namespace(lr=1), "argparse.Namespace")]
+    ("make", "name"), [(Attack, "posix.system"), (lambda _: Namespace(lr=1), "argparse.Namespace")]
 )
 def test_a_common_file_with_classes_is_refused(folder, make, name, tmp_path):
     trace = tmp_path / "it ran"
@@ -130,29 +83,21 @@ def test_every_cut_of_the_metadata_is_an_error(folder):
     content = path.read_bytes()
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        _refuses(folder, str(path))
+        refuses(folder, str(path))
     path.unlink()
-    _refuses(folder, "missing")
-
-
-def _place(index: MetadataIndex, **fields: Any) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        info = metadata.storage_data[index]
-        metadata.storage_data[index] = dataclasses.replace(info, **fields)
-
-    return change
+    refuses(folder, "missing")
 
 
 @pytest.mark.parametrize("path", ["../b.distcp", "/etc/passwd", "..", "x/b.distcp", "b\0.distcp"])
 def test_a_place_outside_the_folder(folder, path):
-    _edit(folder, _place(HALVES[1], relative_path=path))
-    _refuses(folder, "is refused", "not a file of this folder", "'t' at [3, 0]")
+    edit(folder, moved(HALVES[1], relative_path=path))
+    refuses(folder, "is refused", "not a file of this folder", "'t' at [3, 0]")
 
 
 def test_missing_and_truncated_files_are_named_together(folder):
     (folder / "a.distcp").unlink()
     os.truncate(folder / "b.distcp", 700)
-    _refuses(folder, "a.distcp is missing", "b.distcp has 700 bytes")
+    refuses(folder, "a.distcp is missing", "b.distcp has 700 bytes")
 
 
 def _swap(metadata: Any) -> None:
@@ -186,12 +131,12 @@ CHANGES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     "dtype": (_bfloat16, ("a.distcp", "torch.float32 [3, 4]", "torch.bfloat16 [3, 4]")),
     "another chunk": (_swap, ("it is torch.float32 [5]", "torch.float32 [3, 4]")),
     "no place": (lambda m: m.storage_data.pop(HALVES[1]), ("'t' at [3, 0] has no place",)),
-    "shifted": (_place(HALVES[0], offset=8), ("a.distcp", "do not begin")),
-    "short": (_place(HALVES[0], length=700), ("a.distcp, bytes 0 to 700",)),
-    "negative": (_place(HALVES[0], offset=-64), ("not a file, a start and a length",)),
-    "text": (_place(HALVES[0], offset="0"), ("not a file, a start and a length",)),
-    "huge": (_place(HALVES[0], length=2**62), ("a.distcp has",)),
-    "transformed": (_place(HALVES[0], transform_descriptors=["zstd"]), ("zstd", "without")),
+    "shifted": (moved(HALVES[0], offset=8), ("a.distcp", "do not begin")),
+    "short": (moved(HALVES[0], length=700), ("a.distcp, bytes 0 to 700",)),
+    "negative": (moved(HALVES[0], offset=-64), ("not a file, a start and a length",)),
+    "text": (moved(HALVES[0], offset="0"), ("not a file, a start and a length",)),
+    "huge": (moved(HALVES[0], length=2**62), ("a.distcp has",)),
+    "transformed": (moved(HALVES[0], transform_descriptors=["zstd"]), ("zstd", "without")),
     "no chunks": (
         lambda m: m.state_dict_metadata["t"].chunks.clear(),
         ("no chunk covers element [0, 0]",),
@@ -211,76 +156,15 @@ CHANGES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_metadata_that_is_wrong(folder, name):
     change, texts = CHANGES[name]
-    _edit(folder, change)
-    _refuses(folder, *texts)
+    edit(folder, change)
+    refuses(folder, *texts)
 
 
 def test_the_other_tensor_of_a_damaged_checkpoint_is_read(folder):
-    _edit(folder, CHANGES["hole"][0])
+    edit(folder, CHANGES["hole"][0])
     source = TorchDist(folder)
     source.check(["u"])
     assert source.read("u", ((1, 3),)).tolist() == [1.0, 1.0]
-
-
-def _overwrite(folder: Path, content: bytes) -> None:
-    """Put other bytes in the place of the first chunk."""
-    (folder / "c.distcp").write_bytes(content)
-    _edit(folder, _place(HALVES[0], relative_path="c.distcp", offset=0, length=len(content)))
-
-
-def _saved(thing: Any, folder: Path) -> bytes:
-    torch.save(thing, folder / "thing")
-    return (folder / "thing").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("thing", "text"),
-    [
-        ({"a": torch.zeros(3, 4)}, "holds a dict, not a plain tensor"),
-        (torch.zeros(3, 4).to_sparse(), "not a plain tensor"),
-        (torch.nn.Parameter(torch.zeros(3, 4)), "not a plain tensor"),
-        (_Attack(Path("/nowhere")), "refused"),
-    ],
-)
-def test_a_chunk_that_is_no_tensor(folder, tmp_path, thing, text):
-    _overwrite(folder, _saved(thing, tmp_path))
-    _refuses(folder, "c.distcp", text)
-
-
-def test_a_chunk_of_many_cuts(folder, tmp_path):
-    content = _saved(torch.zeros(3, 4), tmp_path)
-    for length in range(0, len(content) - 1, 50):
-        _overwrite(folder, content[:length])
-        _refuses(folder, "c.distcp")
-
-
-def test_a_compressed_chunk(folder, tmp_path):
-    _saved(torch.zeros(3, 4), tmp_path)
-    with (
-        zipfile.ZipFile(tmp_path / "thing") as source,
-        zipfile.ZipFile(tmp_path / "packed", "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for entry in source.infolist():
-            target.writestr(entry.filename, source.read(entry.filename))
-    _overwrite(folder, (tmp_path / "packed").read_bytes())
-    _refuses(folder, "c.distcp")
-
-
-def test_a_tensor_that_reaches_beyond_its_data(folder, tmp_path):
-    """An archive whose header says 12 elements and whose data are 3."""
-    _saved(torch.zeros(3, 4), tmp_path)
-    with zipfile.ZipFile(tmp_path / "thing") as large:
-        header = large.read("thing/data.pkl")
-    _saved(torch.zeros(3), tmp_path)
-    with (
-        zipfile.ZipFile(tmp_path / "thing") as source,
-        zipfile.ZipFile(tmp_path / "made", "w") as target,
-    ):
-        for entry in source.infolist():
-            own = header if entry.filename.endswith("data.pkl") else source.read(entry.filename)
-            target.writestr(entry.filename, own)
-    _overwrite(folder, (tmp_path / "made").read_bytes())
-    _refuses(folder, "c.distcp", "shorter than its tensor")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -316,7 +200,7 @@ def test_changed_bytes_are_data_or_an_error(folder, file):
 )
 def test_another_kind_of_checkpoint(folder, config, text):
     (folder / "metadata.json").write_text(json.dumps(config))
-    _refuses(folder, text)
+    refuses(folder, text)
 
 
 def test_a_rectangle_or_a_tensor_that_is_not_there(folder):
