@@ -18,8 +18,9 @@ YARN = {
     "rope_theta": 10000.0,
     "factor": 8.0,
     "original_max_position_embeddings": 16,
-    "beta_fast": 4,
-    "beta_slow": 1,
+    # So that one pair of components turns as trained, one is stretched, one lies between.
+    "beta_fast": 0.25,
+    "beta_slow": 0.01,
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
@@ -69,11 +70,15 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def model(kind: str, **fields: Any) -> Any:
+def fields(kind: str) -> dict[str, Any]:
+    """A tiny model's config.json."""
+    return _COMMON | CONFIGS[kind][1]
+
+
+def model(kind: str, **changes: Any) -> Any:
     """A model with weights that no two tensors share; every buffer and norm takes part."""
-    make, own = CONFIGS[kind]
     torch.manual_seed(7)
-    config = make(**_COMMON | own | fields)
+    config = CONFIGS[kind][0](**fields(kind) | changes)
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in made.named_parameters():
