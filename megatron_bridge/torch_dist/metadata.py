@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -88,6 +89,7 @@ def read_index(folder: Path) -> Index:
     if not is_torch_dist(folder):
         raise ValueError(f"{folder} is not a Megatron {BACKEND} checkpoint: it has no {CONFIG}")
     index = _Reading(folder / INDEX).index()
+    _check_apart(folder, index)
     _check_files(folder, _places(index))
     return index
 
@@ -196,6 +198,23 @@ def _places(index: Index) -> Iterable[Place]:
     for stored in index.tensors.values():
         yield from (chunk.place for chunk in stored.chunks)
     yield from index.objects.values()
+
+
+def _check_apart(folder: Path, index: Index) -> None:
+    """No two chunks lie in the same bytes: else one of them would be read as the other."""
+    chunks = [
+        (chunk.place.file, chunk.place.start, chunk.place.length, name)
+        for name, stored in index.tensors.items()
+        for chunk in stored.chunks
+    ]
+    chunks.sort()
+    faults = [
+        f"chunks of '{name}' and '{other}' lie in the same bytes of {file}"
+        for (file, start, length, name), (next_file, next_start, _, other) in pairwise(chunks)
+        if file == next_file and next_start < start + length
+    ]
+    if faults:
+        raise ValueError(f"{folder / INDEX} is damaged: {some(faults)}; copy the checkpoint again")
 
 
 def _check_files(folder: Path, places: Iterable[Place]) -> None:

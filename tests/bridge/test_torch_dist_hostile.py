@@ -100,9 +100,16 @@ def test_missing_and_truncated_files_are_named_together(folder):
     refuses(folder, "a.distcp is missing", "b.distcp has 700 bytes")
 
 
+OTHER = MetadataIndex("u", (0,))
+
+
 def _swap(metadata: Any) -> None:
     data = metadata.storage_data
-    data[HALVES[0]] = data[MetadataIndex("u", (0,))]
+    data[HALVES[0]], data[OTHER] = data[OTHER], data[HALVES[0]]
+
+
+def _alias(metadata: Any) -> None:
+    metadata.storage_data[HALVES[1]] = metadata.storage_data[HALVES[0]]
 
 
 def _shift(rows: int) -> Callable[[Any], None]:
@@ -130,12 +137,13 @@ CHANGES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     ),
     "dtype": (_bfloat16, ("a.distcp", "torch.float32 [3, 4]", "torch.bfloat16 [3, 4]")),
     "another chunk": (_swap, ("it is torch.float32 [5]", "torch.float32 [3, 4]")),
+    "the same bytes": (_alias, ("chunks of 't' and 't' lie in the same bytes of a.distcp",)),
     "no place": (lambda m: m.storage_data.pop(HALVES[1]), ("'t' at [3, 0] has no place",)),
     "shifted": (moved(HALVES[0], offset=8), ("a.distcp", "do not begin")),
     "short": (moved(HALVES[0], length=700), ("a.distcp, bytes 0 to 700",)),
     "negative": (moved(HALVES[0], offset=-64), ("not a file, a start and a length",)),
     "text": (moved(HALVES[0], offset="0"), ("not a file, a start and a length",)),
-    "huge": (moved(HALVES[0], length=2**62), ("a.distcp has",)),
+    "huge": (moved(HALVES[1], length=2**62), ("b.distcp has",)),
     "transformed": (moved(HALVES[0], transform_descriptors=["zstd"]), ("zstd", "without")),
     "no chunks": (
         lambda m: m.state_dict_metadata["t"].chunks.clear(),
