@@ -1,4 +1,4 @@
-"""The ``hybridflow`` command: one module per sub-command, each importing its needs when run."""
+"""The ``hybridflow`` command: a module for each sub-command or group, importing its needs when run."""
 
 import argparse
 import importlib
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-COMMANDS = ("train", "check", "explain", "data", "report", "make")
+_MODULES = ("train", "check", "explain", "data", "report", "make", "convert")
+COMMANDS = (*_MODULES, "inspect", "diff", "verify")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hybridflow {version('hybridflow')}")
     subparsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
+    for name in _MODULES:
         importlib.import_module(f"hybridflow.commands.{name}").add(subparsers)
     return root
 

@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 done; 1 failed, or `diff` found a difference; 2 the user's mistake; 130 and 143 when a
-        signal ended it.
+        0 done; 1 failed, or `diff` found a difference or `verify` a fault; 2 the user's mistake;
+        130 and 143 when a signal ended it.
     """
     args = parser().parse_args(arguments)
     return args.func(args)
@@ -252,7 +252,35 @@ def _add_verify(subparsers: Any) -> None:
     command.add_argument(
         "--parallel", required=True, metavar="tp=8,pp=16,ep=64,...", help="the layout"
     )
+    command.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="of the parameters, for the bytes of each rank (default bfloat16)",
+    )
 
 
 def _verify(args: argparse.Namespace) -> int:
-    raise ValueError("not wired")
+    from megatron_bridge.layout import ParallelLayout
+    from megatron_bridge.proof import prove
+
+    layout = ParallelLayout.parse(args.parallel)
+    report = prove(_read_config(args.config), layout, dtype=args.dtype)
+    if args.json:
+        _print_json(report.to_json())
+    else:
+        print(report.table())  # noqa: T201
+    return 0 if report.ok else 1
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; give a config.json or its folder")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return config

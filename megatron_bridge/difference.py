@@ -13,6 +13,7 @@ from megatron_bridge.convert.kinds import ADAPTER_WEIGHTS, COMPANIONS, Kind, kin
 from megatron_bridge.convert.plan import cut
 from megatron_bridge.convert.sources import open_checkpoint
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, open_weights
+from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.source import Ranges, Source, TensorInfo, whole
 from megatron_bridge.torch_dist import reader
 
@@ -120,7 +121,8 @@ def _open(path: Path, config: Path | None) -> Source:
     if kind is Kind.MEGATRON:
         return open_checkpoint(path, config=config).source
     if kind is Kind.HUGGINGFACE:
-        return HuggingFaceFolder(path)
+        folder = HuggingFaceFolder(path)
+        return dequantized(folder, folder.config())
     return _File(path / ADAPTER_WEIGHTS if kind is Kind.ADAPTER else path)
 
 

@@ -26,8 +26,9 @@ LAYOUT = "bridge_layout"
 """The entry of common.pt with the layout that the chunks were cut for."""
 
 
-def as_megatron(opened: Opened, source: Source, layout: ParallelLayout | None) -> Source:
+def as_megatron(opened: Opened, layout: ParallelLayout | None) -> Source:
     """The tensors by their keys in a Megatron checkpoint, those carried along included."""
+    source = opened.source
     view = HuggingFaceAsMegatron(source, opened.config, layout or ParallelLayout())
     carried = Renamed(source, {CARRIED + name: name for name in opened.carried})
     return Together((view, carried))

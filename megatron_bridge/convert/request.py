@@ -10,13 +10,13 @@ import torch
 from megatron_bridge.convert import run as engine
 from megatron_bridge.convert.hosts import under_torchrun
 from megatron_bridge.convert.huggingface_sink import HuggingFaceSink
-from megatron_bridge.convert.kinds import Kind
+from megatron_bridge.convert.kinds import Kind, kind_of
 from megatron_bridge.convert.megatron_sink import MegatronSink, as_megatron
 from megatron_bridge.convert.memory import Meter
 from megatron_bridge.convert.run import Job, Limits
 from megatron_bridge.convert.sink import Sink
 from megatron_bridge.convert.sizes import show_binary, show_bytes
-from megatron_bridge.convert.sources import Cast, Opened, open_checkpoint
+from megatron_bridge.convert.sources import Opened, open_checkpoint
 from megatron_bridge.huggingface.write import SHARD_BYTES
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.source import Source
@@ -79,8 +79,14 @@ def run(request: Request, meter: Meter) -> Summary | None:
     """
     _check(request)
     torch.set_num_threads(1)
-    opened = open_checkpoint(request.source, config=request.config, adapter=request.adapter)
-    to = _target(request, opened.kind)
+    to = _target(request)
+    opened = open_checkpoint(
+        request.source,
+        config=request.config,
+        adapter=request.adapter,
+        dtype=None if request.dtype is None else getattr(torch, request.dtype),
+        needs_table=to is Kind.MEGATRON,
+    )
     job = _job(request, opened, to)
     limits = Limits(request.memory, request.workers, request.resume, request.overwrite)
     result = engine.convert(job, _absolute(request.destination), limits, meter)
@@ -104,7 +110,8 @@ def _absolute(destination: Path) -> Path:
     return destination.parent.resolve() / destination.name
 
 
-def _target(request: Request, kind: Kind) -> Kind:
+def _target(request: Request) -> Kind:
+    kind = kind_of(request.source)
     other = Kind.HUGGINGFACE if kind is Kind.MEGATRON else Kind.MEGATRON
     to = Kind(request.to) if request.to else other
     if to is Kind.HUGGINGFACE and request.parallel is not None:
@@ -115,11 +122,7 @@ def _target(request: Request, kind: Kind) -> Kind:
 
 
 def _job(request: Request, opened: Opened, to: Kind) -> Job:
-    source = opened.source
-    if request.dtype is not None:
-        source = Cast(source, getattr(torch, request.dtype))
-    build = _to_megatron if to is Kind.MEGATRON else _to_huggingface
-    shown, sink = build(request, opened, source)
+    source, sink = (_to_megatron if to is Kind.MEGATRON else _to_huggingface)(request, opened)
     options = {
         "SRC": str(request.source.resolve()),
         "--to": str(to),
@@ -129,29 +132,20 @@ def _job(request: Request, opened: Opened, to: Kind) -> Job:
         "--adapter": _told(request.adapter),
         "--config": _told(request.config),
     }
-    return Job(shown, sink, opened.files, options, len(source.tensors()))
+    return Job(source, sink, opened.files, options, len(opened.source.tensors()))
 
 
 def _told(path: Path | None) -> str | None:
     return None if path is None else str(path.resolve())
 
 
-def _to_megatron(request: Request, opened: Opened, source: Source) -> tuple[Source, Sink]:
+def _to_megatron(request: Request, opened: Opened) -> tuple[Source, Sink]:
     layout = None if request.parallel is None else ParallelLayout.parse(request.parallel)
-    shown = as_megatron(opened, source, layout)
-    config = _config(request, opened)
-    return shown, MegatronSink(shown, config, opened.companions, layout)
+    source = as_megatron(opened, layout)
+    return source, MegatronSink(source, opened.config, opened.companions, layout)
 
 
-def _config(request: Request, opened: Opened) -> dict[str, Any]:
-    """config.json of the result, with the dtype that the weights are in."""
-    if request.dtype is None:
-        return opened.config
-    old = opened.config.keys() & {"dtype", "torch_dtype"}
-    return {**opened.config, **dict.fromkeys(old or {"dtype"}, request.dtype)}
-
-
-def _to_huggingface(request: Request, opened: Opened, source: Source) -> tuple[Source, Sink]:
+def _to_huggingface(request: Request, opened: Opened) -> tuple[Source, Sink]:
     shard_bytes = request.shard_bytes or SHARD_BYTES
-    sink = HuggingFaceSink(source, _config(request, opened), opened.companions, shard_bytes)
-    return source, sink
+    sink = HuggingFaceSink(opened.source, opened.config, opened.companions, shard_bytes)
+    return opened.source, sink

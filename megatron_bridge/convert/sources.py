@@ -1,7 +1,7 @@
 """Opens a checkpoint of any kind as HuggingFace tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 from megatron_bridge import translation
 from megatron_bridge.agreement import check_tensors
 from megatron_bridge.convert.kinds import COMPANIONS, Kind, files_of, kind_of
+from megatron_bridge.huggingface.adapter import with_adapter
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, read_json
 from megatron_bridge.huggingface.quantized import dequantized, plain_config
 from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.prefetch import Prefetched
 from megatron_bridge.registry import HfConfig
 from megatron_bridge.source import Ranges, Source, TensorInfo
 from megatron_bridge.torch_dist import reader
@@ -50,7 +52,12 @@ class Opened:
 
 
 def open_checkpoint(
-    path: Path, *, config: Path | None = None, adapter: Path | None = None
+    path: Path,
+    *,
+    config: Path | None = None,
+    adapter: Path | None = None,
+    dtype: torch.dtype | None = None,
+    needs_table: bool = True,
 ) -> Opened:
     """Open a HuggingFace or Megatron folder.
 
@@ -59,6 +66,9 @@ def open_checkpoint(
         config: the HuggingFace folder whose config.json and tokenizer belong to a Megatron
             checkpoint that brings none.
         adapter: a PEFT adapter to merge.
+        dtype: cast all tensors but buffers that stay in float32; None: each keeps its own.
+        needs_table: False: a HuggingFace folder may be of an architecture that the bridge does not
+            know; then its tensors are taken as they are.
 
     Raises:
         ValueError: when it cannot be read, or tensors and config.json disagree.
@@ -69,10 +79,24 @@ def open_checkpoint(
     elif kind is Kind.HUGGINGFACE:
         if config is not None:
             raise ValueError(f"--config is for Megatron checkpoints; {path} has its own")
-        opened = _open_huggingface(path)
+        opened = _open_huggingface(path, dtype, needs_table)
     else:
         raise ValueError(_WHY_NOT[kind].format(path=path))
-    return opened
+    return _changed(opened, adapter, dtype)
+
+
+def _changed(opened: Opened, adapter: Path | None, dtype: torch.dtype | None) -> Opened:
+    """With an adapter merged, as PEFT does in the weights' own dtype, then cast."""
+    source, config, paths = opened.source, opened.config, opened.paths
+    if adapter is not None:
+        if kind_of(adapter) is not Kind.ADAPTER:
+            raise ValueError(f"{adapter} is no adapter: it has no adapter_config.json")
+        source, paths = with_adapter(source, adapter), (*paths, adapter)
+    if dtype is not None:
+        source = Cast(source, dtype)
+        fields = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
+        config = {**config, **dict.fromkeys(fields, str(dtype).removeprefix("torch."))}
+    return replace(opened, source=source, config=config, paths=paths)
 
 
 _WHY_NOT = {
@@ -81,16 +105,28 @@ _WHY_NOT = {
 }
 
 
-def _open_huggingface(path: Path) -> Opened:
+def _open_huggingface(path: Path, dtype: torch.dtype | None, needs_table: bool) -> Opened:
     folder = HuggingFaceFolder(path)
     config = folder.config()
-    source = dequantized(folder, config)
-    if source is not folder:
-        config = plain_config(config)
-    expected = huggingface_shapes(translation.resolve(config))
-    check_tensors(source, translation.resolve(config), expected, path)
-    carried = tuple(name for name in source.tensors() if name not in expected)
+    base = Prefetched(folder)
+    plain = dtype or torch.bfloat16
+    source = dequantized(base, config, plain)
+    if source is not base:
+        config = plain_config(config, plain)
+    carried: tuple[str, ...] = ()
+    if needs_table or _supported(config):
+        resolved = translation.resolve(config)
+        expected = huggingface_shapes(resolved)
+        check_tensors(source, resolved, expected, path)
+        carried = tuple(name for name in source.tensors() if name not in expected)
     return Opened(Kind.HUGGINGFACE, source, config, carried, path, (path,))
+
+
+def _supported(config: HfConfig) -> bool:
+    try:
+        return not translation.problems(config)
+    except ValueError:
+        return False
 
 
 def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
@@ -103,7 +139,7 @@ def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
             "config.json and tokenizer as --config"
         )
     config = read_json(companions / "config.json")
-    checkpoint = reader.TorchDist(folder)
+    checkpoint = Prefetched(reader.TorchDist(folder))
     view = MegatronAsHuggingFace(checkpoint, config)
     extra = [key for key in checkpoint.tensors() if key.startswith(CARRIED)]
     carried = tuple(key.removeprefix(CARRIED) for key in extra)

@@ -29,6 +29,8 @@ SYNC_SECONDS = 30.0
 """How often a worker brings its files to the disk."""
 _STOP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 2**30
 
 
 class WorkerDied(RuntimeError):
@@ -218,6 +220,7 @@ def _main(
 ) -> None:
     """A worker's life; it ends with its parent."""
     _die_with_parent(parent)
+    _keep_buffers()
     torch.set_num_threads(1)
     task: _Task | None = None
     while True:
@@ -233,6 +236,17 @@ def _main(
             connection.send(_portable(error))
             return
         connection.send(Done(number, places, synced, task.anonymous))
+
+
+def _keep_buffers() -> None:
+    """Every unit takes the memory that the one before gave back: fresh pages cost more than copies.
+
+    glibc's own way with large blocks is to return them to the system at once.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _die_with_parent(parent: int) -> None:
