@@ -305,12 +305,12 @@ def _shifted(layer: int, which: int):
 
     def holdings(weight: Weight, tp: int, rank: int) -> list[Holding]:
         found = _HOLDINGS(weight, tp, rank)
-        axis = which % len(found[-1].box)
-        first, last = found[-1].box[axis]
-        if weight.layer != layer or rank != tp - 1 or first == 0:
-            return found
-        box = (*found[-1].box[:axis], (first - 1, last - 1), *found[-1].box[axis + 1 :])
-        return [*found[:-1], Holding(found[-1].rows, box)]
+        box = list(found[-1].box)
+        axes = [axis for axis, (first, _) in enumerate(box) if first]
+        if weight.layer == layer and rank == tp - 1 and axes:
+            axis = axes[which % len(axes)]
+            box[axis] = (box[axis][0] - 1, box[axis][1] - 1)
+        return [*found[:-1], Holding(found[-1].rows, tuple(box))]
 
     return sharding, "holdings", holdings
 
@@ -376,24 +376,24 @@ _BREAKAGES = [_shifted, _misplaced, _unplaced, _inverse, _one_name, _fewer_piece
 @st.composite
 def _models(draw) -> tuple[dict[str, Any], ParallelLayout]:
     table = draw(st.sampled_from(registry.tables()))
-    layers = draw(st.integers(2, 4))
-    fields = {
-        "num_hidden_layers": layers,
-        "vocab_size": draw(st.integers(3, 14)),
-        "hidden_size": 4 * draw(st.integers(1, 3)),
-        "tie_word_embeddings": draw(st.booleans()),
-    }
-    config = tiny_config(table, **fields)
-    layout = ParallelLayout(
-        tp=draw(st.sampled_from([1, 2, 4])),
-        pp=draw(st.integers(1, layers)),
-        dp=draw(st.integers(1, 2)),
-        ep=draw(st.sampled_from([1, 2, 4])),
-        etp=draw(st.sampled_from([None, 1, 2])),
-        vpp=draw(st.sampled_from([1, 1, 2])),
-        first_stage_layers=draw(st.sampled_from([None, None, 1, 2])),
+    layers, pp = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    config = tiny_config(
+        table,
+        num_hidden_layers=layers,
+        vocab_size=draw(st.integers(3, 14)),
+        hidden_size=4 * draw(st.integers(1, 3)),
+        tie_word_embeddings=draw(st.booleans()),
     )
-    return config, layout
+    vpp = draw(st.sampled_from([1, layers // pp])) if pp > 1 and layers % pp == 0 else 1
+    uneven = pp > 1 and (layers % pp or draw(st.booleans())) and vpp == 1
+    first = draw(st.integers(1, layers - 1)) if uneven else None
+    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
+    sizes = [(1, None)]
+    if any(row.per_expert for row in table.rows):
+        ways = [(ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4)]
+        sizes = [(ep, etp) for ep, etp in ways if tp * dp % (ep * etp) == 0]
+    ep, etp = draw(st.sampled_from(sizes))
+    return config, ParallelLayout(tp, pp, dp, ep, etp, vpp, first)
 
 
 def _compare(config: dict[str, Any], layout: ParallelLayout) -> bool:
