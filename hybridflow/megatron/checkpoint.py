@@ -2,15 +2,17 @@
 
 Layout of the folder::
 
-    engine.json              version, layout, dtype, counters
-    tp0_pp0.safetensors      parameters (model/...) and optimizer state (exp_avg/... and so on)
+    engine.json                   version, layout, dtype, counters
+    tp0_pp0.safetensors           parameters (model/...) and optimizer state (exp_avg/... and so on)
+    etp0_ep0_pp0.safetensors      the same of experts, where they have a layout of their own
 
-Data-parallel replicas are equal, so the first of them writes for all. The folder is written aside
-and renamed when every rank is done: under its own name it is always whole.
+Replicas are equal, so the first of them writes for all. The folder is written aside and renamed
+when every rank is done: under its own name it is always whole.
 """
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,22 +31,30 @@ MEND = "restore it, or remove this checkpoint's folder to resume from the one be
 
 
 def save(
-    folder: Path, layout: ParallelLayout, tensors: dict[str, Tensor], scalars: dict[str, Any]
+    folder: Path,
+    layout: ParallelLayout,
+    tensors: dict[str, Tensor],
+    scalars: dict[str, Any],
+    experts: frozenset[str] = frozenset(),
 ) -> None:
     """Writes this rank's part; collective. Replaces a checkpoint of the same name.
 
-    The folder must be one that all ranks see.
+    Args:
+        folder: one that all ranks see.
+        tensors: by ``kind/parameter name``.
+        scalars: what else there is to keep; values of JSON.
+        experts: names of the parameters that the layout places by the experts' coordinates.
     """
     aside = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
+    apart = {name for name in tensors if name.partition("/")[2] in experts}
     if layout.coordinates(dist.get_rank()).dp == 0:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            aside / _file_name(layout),
-        )
+        _write(aside / _file_name(layout), tensors, tensors.keys() - apart)
+    if apart and layout.expert_coordinates(dist.get_rank()).edp == 0:
+        _write(aside / _experts_file_name(layout), tensors, apart)
     if dist.get_rank() == 0:
         content = {"version": VERSION, "layout": asdict(layout), **scalars}
         (aside / _SCALARS).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -54,8 +64,14 @@ def save(
     dist.barrier()
 
 
-def load(folder: Path, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's tensors, on the CPU, and the scalars.
+def _write(path: Path, tensors: dict[str, Tensor], names: Collection[str]) -> None:
+    save_file({name: tensors[name].detach().contiguous() for name in sorted(names)}, path)
+
+
+def load(
+    folder: Path, layout: ParallelLayout, experts: frozenset[str] = frozenset()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's tensors, on the CPU, and the scalars; arguments as of ``save``.
 
     Raises:
         ValueError: there is no checkpoint here, it is of another layout or version, or damaged.
@@ -74,20 +90,31 @@ def load(folder: Path, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[
         )
     if saved != layout:
         raise ValueError(
-            f"{folder} was saved at {_spell(saved)} and this run is at {_spell(layout)}; resume at "
+            f"{folder} was saved at {saved} and this run is at {layout}; resume at "
             "the saved layout, or start a new run from the exported model"
         )
-    tensors_path = folder / _file_name(layout)
+    tensors = _read(folder / _file_name(layout))
+    if experts:
+        tensors |= _read(folder / _experts_file_name(layout))
+    return tensors, scalars
+
+
+def _read(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(tensors_path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, scalars  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{tensors_path} is damaged: {error}; {MEND}") from error
+        raise ValueError(f"{path} is damaged: {error}; {MEND}") from error
 
 
 def _file_name(layout: ParallelLayout) -> str:
     place = layout.coordinates(dist.get_rank())
     return f"tp{place.tp}_pp{place.pp}.safetensors"
+
+
+def _experts_file_name(layout: ParallelLayout) -> str:
+    place = layout.expert_coordinates(dist.get_rank())
+    return f"etp{place.etp}_ep{place.ep}_pp{place.pp}.safetensors"
 
 
 def _replace(new: Path, folder: Path) -> None:
@@ -97,10 +124,6 @@ def _replace(new: Path, folder: Path) -> None:
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _spell(layout: ParallelLayout) -> str:
-    return f"tp={layout.tp} pp={layout.pp} dp={layout.dp}"
 
 
 def fill(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron import checkpoint
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import UpdateLoss
 from hybridflow.megatron.optimizer import ModelOptimizer
 from hybridflow.megatron.rows import Rows, check_fields, rows_of
@@ -41,7 +43,12 @@ class Engine:
         self._hf_config = live.load_hf_config(config.model_path)
         join(config)
         model = live.build_model(
-            self._hf_config, config.layout, dtype=config.dtype, seed=config.seed
+            self._hf_config,
+            config.layout,
+            dtype=config.dtype,
+            seed=config.seed,
+            # Packs have any length, and what reads hidden states here reads those of whole packs.
+            sequence_parallel=False,
         )
         live.load_weights(model, config.model_path)
         self._core = model
@@ -77,6 +84,7 @@ class Engine:
             self.config.micro_batch_tokens,
             share_prompts=self._packed.shares_prompts,
         )
+        (packs,) = in_lockstep([packs], self.config.layout)
         flat_T = torch.zeros(len(responses.values))
         if packs:
             self._scatter(packs, flat_T, temperature)
@@ -112,6 +120,8 @@ class Engine:
             rows_of(part, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
             for part in batch.split(loss.mini_batches)
         ]
+        packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
+        parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
         normalisers = _global_normalisers(parts)
         measured = UpdateLoss(loss, batch, self._packed.device)
         norms, rate = [], 0.0
@@ -164,6 +174,7 @@ class Engine:
             self.config.layout,
             {**self._parameters(), **optimizer.state()},
             {"optimizer_steps": optimizer.steps, "dtype": str(self.config.dtype)},
+            self._experts(),
         )
 
     def load_checkpoint(self, folder: str | Path) -> None:
@@ -176,7 +187,7 @@ class Engine:
             ValueError: the checkpoint is of another layout, model or dtype.
         """
         optimizer = self._trainer()
-        tensors, scalars = checkpoint.load(Path(folder), self.config.layout)
+        tensors, scalars = checkpoint.load(Path(folder), self.config.layout, self._experts())
         if scalars["dtype"] != str(self.config.dtype):
             raise ValueError(
                 f"{folder} was saved in {scalars['dtype']}, this run is in {self.config.dtype}; "
@@ -187,6 +198,12 @@ class Engine:
         optimizer.load_state(
             {n: t for n, t in tensors.items() if not n.startswith("model/")},
             scalars["optimizer_steps"],
+        )
+
+    def _experts(self) -> frozenset[str]:
+        """Names of the parameters that Megatron places by the experts' coordinates."""
+        return frozenset(
+            name for name, p in self._core.named_parameters() if not getattr(p, "allreduce", True)
         )
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -37,11 +37,17 @@ class ModelOptimizer:
             params_dtype=dtype,
         )
         optimizer = get_megatron_optimizer(config, [model])
-        assert isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 1
+        assert isinstance(optimizer, ChainedOptimizer)
         self._optimizer = optimizer
-        if isinstance(optimizer.optimizer, torch.optim.AdamW):
-            for group in optimizer.param_groups:  # one pass over memory instead of ten
-                group["fused"], group["foreach"] = True, False
+        # One optimizer of the parameters that all data-parallel ranks hold, one of those that
+        # experts have to themselves, where there are such.
+        self._parts: list[torch.optim.Optimizer] = [
+            part.optimizer for part in optimizer.chained_optimizers
+        ]
+        for part in self._parts:
+            if isinstance(part, torch.optim.AdamW):
+                for group in part.param_groups:  # one pass over memory instead of ten
+                    group["fused"], group["foreach"] = True, False
 
     def zero_grad(self) -> None:
         """Clears gradients and their buffers."""
@@ -61,8 +67,9 @@ class ModelOptimizer:
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
         if self.settings.clip_grad > 0:
-            parameters: list[Tensor] = list(optimizer.chained_optimizers[0].get_parameters())
-            clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
+            for part in optimizer.chained_optimizers:
+                parameters: list[Tensor] = list(part.get_parameters())
+                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
         rate = self._set_rates()
         optimizer.step_with_ready_grads()
         self.steps += 1
@@ -82,10 +89,11 @@ class ModelOptimizer:
         Some implementations of Adam count steps once a group: ``step/group 0`` and so on.
         """
         tensors: dict[str, Tensor] = {}
+        owners = self._owners()
         for name, parameter, main in self._parameters():
             if main is not parameter:
                 tensors[f"main/{name}"] = main.data
-            for kind, value in self._optimizer.optimizer.state.get(main, {}).items():
+            for kind, value in owners[main].state.get(main, {}).items():
                 tensors[f"{kind}/{name}"] = value
         for place, group in enumerate(self._optimizer.param_groups):
             if "step" in group:
@@ -99,16 +107,26 @@ class ModelOptimizer:
         for key, tensor in tensors.items():
             kind, name = key.split("/", 1)
             kinds_of.setdefault(name, {})[kind] = tensor
+        owners = self._owners()
         for name, parameter, main in self._parameters():
             found = kinds_of.get(name, {})
             if main is not parameter:
                 main.data.copy_(found.pop("main"))
-            self._optimizer.optimizer.state[main] = {
+            owners[main].state[main] = {
                 kind: tensor.to(main.device, copy=True) for kind, tensor in found.items()
             }
         for place, group in enumerate(self._optimizer.param_groups):
             if f"group {place}" in kinds_of:
                 group["step"] = int(kinds_of[f"group {place}"]["step"])
+
+    def _owners(self) -> dict[Tensor, torch.optim.Optimizer]:
+        """Which optimizer moves a parameter."""
+        return {
+            parameter: part
+            for part in self._parts
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
 
     def _parameters(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, parameter, and what the optimizer moves in its place."""

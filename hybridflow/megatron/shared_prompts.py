@@ -121,4 +121,5 @@ def _balances_experts(config: Any) -> bool:
         return False
     coefficient = config.moe_aux_loss_coeff
     losses = coefficient if isinstance(coefficient, list) else [coefficient]
-    return any(losses) or config.moe_router_enable_expert_bias
+    moves_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return any(losses) or bool(moves_bias)

@@ -31,7 +31,8 @@ class ParallelSection(Section):
 
     def layout(self) -> ParallelLayout:
         """The same as the layout object of the engine."""
-        return ParallelLayout(**self.model_dump())
+        sizes = self.model_dump()
+        return ParallelLayout(**sizes | {"etp": None if self.etp == self.tp else self.etp})
 
 
 class ActorSection(Section):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from hybridflow.megatron.config import OptimizerSettings
 from hybridflow.megatron.schedule import learning_rate
@@ -57,6 +58,50 @@ def test_resume_is_exact(tiny_qwen3: str, tmp_path: Path, layout: ParallelLayout
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"),
+    [
+        ("tiny_qwen3_moe", ParallelLayout(dp=2, ep=2), torch.float32),
+        ("tiny_deepseek_v3", ParallelLayout(pp=2, dp=2, ep=2), torch.float32),
+        ("tiny_deepseek_v3", ParallelLayout(tp=2, dp=2, ep=2, etp=1), torch.bfloat16),
+    ],
+    ids=["ep2", "pp2ep2", "replicas-of-ep2-bf16"],
+)
+def test_resume_with_experts_is_exact(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, layout: ParallelLayout, dtype: Any
+):
+    path = request.getfixturevalue(model)
+    folder = tmp_path / "saved"
+    results = run_ranks(go_on, layout.world, path, layout, folder, dtype=dtype)
+    for uninterrupted, resumed in results:
+        assert resumed["metrics"] == uninterrupted["metrics"]
+        for name, tensor in uninterrupted["weights"].items():
+            assert torch.equal(resumed["weights"][name], tensor), name
+    ranks = range(layout.world)
+    dense = {layout.coordinates(rank)._replace(dp=0) for rank in ranks}
+    spread = {layout.expert_coordinates(rank)._replace(edp=0) for rank in ranks}
+    experts = [
+        place for place in spread if model != "tiny_deepseek_v3" or place.pp == layout.pp - 1
+    ]
+    assert {file.name for file in folder.iterdir()} == {
+        "engine.json",
+        *(f"tp{place.tp}_pp{place.pp}.safetensors" for place in dense),
+        *(f"etp{place.etp}_ep{place.ep}_pp{place.pp}.safetensors" for place in experts),
+    }
+    assert _expert_elements(folder) == _expert_elements(Path(path))
+
+
+def _expert_elements(folder: Path) -> int:
+    """Elements of all experts' weights; a checkpoint's optimizer state is left out."""
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.startswith("model") and ".mlp.experts." in name:
+                    found += tensors.get_tensor(name).numel()
+    return found
+
+
 def save(path: str, layout: ParallelLayout, folder: Path) -> None:
     engine = make_engine(path, layout)
     engine.save_checkpoint(folder)
@@ -71,7 +116,7 @@ def test_what_does_not_fit_is_refused(tiny_qwen3: str, tied_qwen3: str, tmp_path
     one = ParallelLayout()
     run_ranks(save, 1, tiny_qwen3, one, tmp_path / "saved")
     with pytest.raises(
-        RanksFailed, match="saved at tp=1 pp=1 dp=1 and this run is at tp=1 pp=1 dp=2"
+        RanksFailed, match="saved at tp=1,pp=1,dp=1 and this run is at tp=1,pp=1,dp=2"
     ):
         run_ranks(load, 2, tiny_qwen3, ParallelLayout(dp=2), tmp_path / "saved")
     with pytest.raises(RanksFailed, match="use the same model"):
