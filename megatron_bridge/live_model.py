@@ -195,6 +195,9 @@ def _transformer_config(
     kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
     made = kind(**arguments | ours | options)
     made.bridge = Features(**translation.features(config))  # type: ignore[attr-defined]
+    # TransformerConfig refuses them for experts under expert tensor parallelism, where Megatron's
+    # experts add them once on each rank; ours do not (see runtime.expert_bias).
+    made.add_bias_linear |= made.bridge.linear_biases  # type: ignore[attr-defined]
     return made
 
 

@@ -7,11 +7,13 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_bridge.runtime import rotary_embedding
+from megatron_bridge.runtime.expert_bias import with_output_bias
 from megatron_bridge.runtime.features import features
 from megatron_bridge.runtime.norm import RMSNorm, WideKeyNorm, WideQueryNorm
 
@@ -30,6 +32,9 @@ def apply(layer: ModuleSpec, config: Any) -> None:
         attention.submodules.k_layernorm = WideKeyNorm
     if wanted.local_rotary is not None:
         attention.module = PerLayerRotaryAttention
+    experts = getattr(parts.mlp.submodules, "experts", None)
+    if experts is not None and config.add_bias_linear:
+        _with_expert_biases(experts, config)
 
 
 def finish(model: Any, config: Any) -> None:
@@ -62,6 +67,16 @@ def _with_post_norms(layer: Any) -> None:
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.linear_proj = _normed(attention.linear_proj)
     mlp.linear_fc2 = _normed(mlp.linear_fc2)
+
+
+def _with_expert_biases(experts: Any, config: Any) -> None:
+    if experts.module is SequentialMLP:
+        experts.submodules.linear_fc2 = with_output_bias(experts.submodules.linear_fc2)
+    elif config.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            "this model's experts have biases, and megatron-core's TEGroupedMLP._apply_bias adds "
+            "them once on each expert-tensor-parallel rank; use etp=1"
+        )
 
 
 @cache

@@ -13,6 +13,7 @@ class Features:
         post_norms: whether attention and MLP norm their output, before it is added.
         wide_qk_norm: whether queries (and keys) are normed over all heads at once; ``qk_layernorm``
             of the TransformerConfig, a norm for each head, is then off.
+        linear_biases: whether every projection, the router and the experts have biases.
         embedding_scale: the embedding's output is multiplied by it, rounded to its dtype.
         rotary: ``rope_parameters`` in transformers 5's form, complete; None: with latent attention
             (MLA), whose arguments are MLATransformerConfig's.
@@ -26,6 +27,7 @@ class Features:
     input_norms: bool = True
     post_norms: bool = False
     wide_qk_norm: bool = False
+    linear_biases: bool = False
     embedding_scale: float | None = None
     rotary: dict[str, Any] | None = None
     local_rotary: dict[str, Any] | None = None
