@@ -25,6 +25,7 @@ from megatron_bridge.huggingface.safetensors_file import (
     listed,
 )
 from megatron_bridge.huggingface.shards import file_names, files_of, plan_shards, write_header
+from megatron_bridge.huggingface.transpose import in_order
 from megatron_bridge.source import Ranges, TensorInfo
 
 SHARD_BYTES = 5 * 10**9
@@ -225,7 +226,7 @@ def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    data = in_order(tensor.detach().cpu()).view(-1).view(torch.uint8)
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 

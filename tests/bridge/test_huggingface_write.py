@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.huggingface.safetensors_file import DTYPES
+from megatron_bridge.huggingface.transpose import in_order
 from megatron_bridge.huggingface.write import SafetensorsFolder
 from megatron_bridge.source import TensorInfo, whole
 from tests.bridge import tiny
@@ -85,6 +86,15 @@ def test_large_pieces_out_of_order_in_memory(tmp_path, monkeypatch):
     folder.write("x", whole((70, 30)), matrix)
     folder.finish({})
     assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], matrix)
+
+
+def test_any_view_is_put_in_order():
+    cube = torch.arange(3 * 70 * 90, dtype=torch.int16).view(3, 70, 90)
+    views = [cube, cube.mT, cube[:, 3:66, 5:80].mT, cube.transpose(0, 1), cube.transpose(0, 2)]
+    for view in [*views, cube[0].t()[:, :1], cube[0, :, 0], cube[0, 0, 0], cube[:, :0].mT]:
+        ordered = in_order(view)
+        assert ordered.is_contiguous() and torch.equal(ordered, view)
+    assert in_order(cube) is cube
 
 
 def _write_share(path: Path, source: Path) -> None:
