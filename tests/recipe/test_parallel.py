@@ -9,9 +9,10 @@ from hybridflow.recipe.checks import check_file
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.explain import explain
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.served import SERVED
 from megatron_bridge.layout import ParallelLayout
 
-from .conftest import CONFIG, write_weights
+from .conftest import CONFIG, RECIPE, write_weights
 
 MOE = {
     **CONFIG,
@@ -40,9 +41,27 @@ LATENT = {
 }
 
 
+SUPERVISED = """\
+name: supervised
+model: {path: model}
+cluster: {devices_per_node: 12}
+data: {train: train.jsonl, max_prompt_tokens: 8, prompts_per_step: 4}
+steps: 5
+roles:
+  actor:
+    parallel: {dp: 2}
+    optimizer: {lr: 1e-3}
+  rollout: {sampling: {max_tokens: 4}}
+dataflow:
+  inputs: [prompts, targets]
+  nodes:
+    update: {role: actor, call: update, in: [prompts, {responses: targets}], loss: cross_entropy}
+"""
+
+
 @pytest.fixture
 def experts(workspace: Path) -> Path:
-    """The workspace with a model that has experts."""
+    """The workspace with a model that has experts, and a recipe that samples nothing."""
     return use(workspace, MOE)
 
 
@@ -50,6 +69,7 @@ def use(workspace: Path, config: dict) -> Path:
     model = workspace / "model"
     (model / "config.json").write_text(json.dumps(config))
     write_weights(model, config)
+    Path("recipe.yaml").write_text(SUPERVISED)
     return workspace
 
 
@@ -99,12 +119,11 @@ FAULTS = [
 def test_what_cannot_be_cut_is_a_fault_with_its_line(
     experts: Path, parallel: str, what: str, fix: str
 ):
-    recipe = Path("recipe.yaml").read_text()
-    Path("recipe.yaml").write_text(recipe.replace("parallel: {dp: 2}", f"parallel: {parallel}"))
+    Path("recipe.yaml").write_text(SUPERVISED.replace("parallel: {dp: 2}", f"parallel: {parallel}"))
     found = [fault for fault in faults_of() if "roles.actor: " in fault and what in fault]
     assert len(found) == 1, faults_of()
     message, _, mending = found[0].partition(" Fix: ")
-    assert message.startswith("recipe.yaml:12: roles.actor: ") and fix in mending, found
+    assert message.startswith("recipe.yaml:8: roles.actor: ") and fix in mending, found
 
 
 def test_all_faults_of_a_layout_at_once(experts: Path):
@@ -139,3 +158,18 @@ def test_explain_shows_experts_and_stages(experts: Path):
         "actor: tp 2 x pp 2 x dp 2 = 8 rank(s); experts of a stage: etp 1 x ep 2, 2 replica(s); "
         "last stage: 1 layer(s)\n"
     ) in text
+
+
+def test_what_no_server_runs_cannot_be_sampled_from(workspace: Path):
+    use(workspace, MOE)
+    assert faults_of() == []
+    Path("recipe.yaml").write_text(RECIPE)
+    (found,) = faults_of()
+    assert found.startswith("recipe.yaml:2: no rollout server runs Qwen3MoeForCausalLM")
+    assert "Fix: sample from one of LlamaForCausalLM, " in found
+
+
+def test_servers_run_what_weight_sync_knows():
+    from hybridflow.weight_sync import layout
+
+    assert set(layout._ARCHITECTURES) == set(SERVED)

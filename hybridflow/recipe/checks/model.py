@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.recipe.assets import how_to_make
 from hybridflow.recipe.checks.context import Check, Context, missing_sizes
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.served import SERVED
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHT_TYPES = ("F32", "BF16", "F16")
@@ -201,6 +202,18 @@ def server_layout_faults(context: Context) -> Iterator[Fault]:
             yield context.fault("roles.rollout.parallel.tp", what, fix)
 
 
+def served_faults(context: Context) -> Iterator[Fault]:
+    """A model that can be trained, but not sampled from."""
+    config = context.hf_config
+    if config is None or not _is_known(config) or "rollout" not in context.plan.roles:
+        return
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in SERVED:
+        what = f"no rollout server runs {name}, whose weights a server could not be checked for"
+        fix = f"sample from one of {', '.join(SERVED)}, or leave out the nodes of the rollout"
+        yield context.fault("model.path", what, fix)
+
+
 def length_faults(context: Context) -> Iterator[Fault]:
     """Prompts and responses that do not fit the model's positions."""
     config, recipe = context.hf_config, context.recipe
@@ -220,6 +233,7 @@ CHECKS = (
     Check(("model.path",), folder_faults),
     Check(("model.path", "dataflow", "warm_start.dataflow", *PARALLEL), layout_faults),
     Check(("model.path", "roles.rollout.parallel", "roles.rollout.engine"), server_layout_faults),
+    Check(("model.path", "dataflow", "warm_start.dataflow"), served_faults),
     Check(
         ("model.path", "data.max_prompt_tokens", "roles.rollout.sampling.max_tokens"),
         length_faults,
