@@ -130,7 +130,7 @@ ARCHITECTURES = (
         transformer=_transformer,
         required=_REQUIRED,
         defaults=_DEFAULTS,
-        harmless=dense.HARMLESS | moe.HARMLESS,
+        harmless=dense.HARMLESS | moe.HARMLESS | {"initial_context_length"},
         ignored=dense.IGNORED,
         extra_sizes=lambda config: {
             "expert": config["num_local_experts"],

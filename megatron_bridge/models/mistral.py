@@ -12,6 +12,11 @@ def _transformer(config: HfConfig) -> dict[str, Any]:
     return dense.transformer(config) | windows.transformer(config["sliding_window"], None)
 
 
+def _refusals(config: HfConfig) -> list[str]:
+    config = {**_DEFAULTS, **config}
+    return dense.refusals(_DEFAULTS)(config) + windows.size_problems(config["sliding_window"])
+
+
 ARCHITECTURES = (
     Architecture(
         name="MistralForCausalLM",
@@ -23,7 +28,7 @@ ARCHITECTURES = (
         harmless=dense.HARMLESS,
         ignored=dense.IGNORED,
         features=dense.features,
-        refusals=dense.refusals(_DEFAULTS),
+        refusals=_refusals,
         models="Mistral 7B, Nemo, Small",
     ),
 )

@@ -41,6 +41,7 @@ def _refusals(config: HfConfig) -> list[str]:
     config = {**_DEFAULTS, **config}
     made = _rotary(config)
     found = rotary.problems(made, partial=True)
+    found += windows.size_problems(config["sliding_window"])
     if made["rope_type"] not in ("default", "longrope", "dynamic"):
         found.append(f"rope_type '{made['rope_type']}' is not supported for Phi-3")
     return found

@@ -25,9 +25,16 @@ def transformer(window: int | None, kinds: Sequence[str] | None) -> dict[str, An
     return arguments
 
 
+def size_problems(window: int | None) -> list[str]:
+    """Why no window can be of this size; empty when one can."""
+    if window is None or window >= 1:
+        return []
+    return [f"sliding_window={window} must be at least 1"]
+
+
 def problems(config: HfConfig, window: int | None, kinds: Sequence[str]) -> list[str]:
     """Why a model with these kinds of layers is not supported; empty when it is."""
-    found = []
+    found = size_problems(window)
     layers = config.get("num_hidden_layers")
     if len(kinds) != layers:
         found.append(f"layer_types has {len(kinds)} entries for {layers} layers")
@@ -36,8 +43,6 @@ def problems(config: HfConfig, window: int | None, kinds: Sequence[str]) -> list
         found.append(f"layer_types {other} are not supported; supported: {', '.join(_KINDS)}")
     if SLIDING in kinds and window is None:
         found.append(f"layer_types has '{SLIDING}', but the config gives no sliding_window")
-    if window is not None and window < 1:
-        found.append(f"sliding_window={window} must be at least 1")
     return found
 
 
