@@ -1,5 +1,6 @@
 """Tiny models of the dense families and GPT-OSS, and fields of their published config.json."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def model(kind: str, **fields: Any) -> Any:
     make, own = CONFIGS[kind]
     torch.manual_seed(7)
     # transformers never trains the embedding of padding, and here it would be a real token's.
-    config = make(**tiny.SIZES | {"pad_token_id": None} | own | fields)
+    sizes = tiny.SIZES | {"pad_token_id": None}
+    config = make(**sizes | deepcopy(own | fields))  # transformers writes into rope_parameters
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in made.named_parameters():

@@ -1,6 +1,7 @@
 """Dense families and GPT-OSS: a parallel Megatron model computes what transformers' class does."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_published_configs_are_translated(name, tmp_path):
     published = families_dense.PUBLISHED[name]
     config = translation.resolve(published)
     features = translation.features(config)
-    theirs = transformers.AutoConfig.for_model(**published)
+    theirs = transformers.AutoConfig.for_model(**deepcopy(published))
     mine = {"full_attention": features["rotary"], "sliding_attention": features.get("local_rotary")}
     for kind, parameters in mine.items():
         if parameters is not None:
