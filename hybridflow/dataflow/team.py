@@ -67,7 +67,11 @@ class Team:
             self.groups[role] = session.group(role, worker, layout, pool, settings)
         for group in self.groups.values():
             group.wait_until_started()
-        self.rollout = RolloutRole(self.groups["rollout"])
+
+    @property
+    def rollout(self) -> RolloutRole:
+        """The servers; there are none in a run whose graphs need none."""
+        return RolloutRole(self.groups["rollout"])
 
     def _member(
         self, role: str, kind: str, stage: Stage

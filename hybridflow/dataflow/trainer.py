@@ -78,7 +78,8 @@ class Trainer:
         self._team.begin_stage(self._plan.stages[progress.stage_index])
         self._team.load(checkpoint.folder / "actor")
         self._team.version = progress.weight_version
-        self._team.publish()
+        if "rollout" in self._team.groups:
+            self._team.publish()
         stage = self._plan.stages[progress.stage_index]
         self._feeds[stage.name].stream.seek(progress.stream_position)
         self._records.event("resume", f"from {checkpoint.folder}, after step {progress.step}")

@@ -1,0 +1,107 @@
+"""`hybridflow train` of a model with experts, spread over the ranks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hybridflow.assets.quickstart import character_tokenizer
+from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.monitor import read_metrics
+from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.load import load_recipe
+from tests.dataflow.commands import TrainCommand
+
+GRAPH = {
+    "inputs": ["prompts", "targets"],
+    "nodes": {
+        "update": {
+            "role": "actor",
+            "call": "update",
+            "in": ["prompts", {"responses": "targets"}],
+            "loss": "cross_entropy",
+        },
+        "save": {"role": "actor", "call": "save", "after": ["update"], "every": "checkpoint"},
+    },
+}
+
+
+def make_model(folder: Path) -> None:
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_supervised_steps_over_spread_experts(quickstart: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model(model)
+    folder = tmp_path / "run"
+    recipe = {
+        "name": "experts",
+        "output": str(folder),
+        "model": {"path": str(model)},
+        "cluster": {"devices_per_node": 2},
+        "data": {
+            "train": str(quickstart / "train.jsonl"),
+            "max_prompt_tokens": 16,
+            "prompts_per_step": 8,
+        },
+        "steps": 4,
+        "roles": {
+            "actor": {"parallel": {"dp": 2, "ep": 2}, "optimizer": {"lr": 1e-3}},
+            "rollout": {"sampling": {"max_tokens": 5}},
+        },
+        "dataflow": GRAPH,
+        "checkpoint": {"every": 2},
+    }
+    path = tmp_path / "experts.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    run = TrainCommand(path)
+    assert run.wait() == 0, run.output
+    assert not run.left_over()
+    saved = {file.name for file in (folder / "checkpoints").glob("step-000004/**/*.safetensors")}
+    assert {"etp0_ep0_pp0.safetensors", "etp0_ep1_pp0.safetensors"} < saved
+
+    first = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    shutil.rmtree(folder / "export")
+    resumed = TrainCommand(path, "--resume")
+    assert resumed.wait() == 0, resumed.output
+    again = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+    for name, weight in first.items():
+        assert torch.equal(again[name], weight), name
+
+    one = f"output={tmp_path}/single"
+    single = compile_recipe(load_recipe(path, ["roles.actor.parallel={}", one]))
+    train(single, lambda logs: LocalSession(), LaunchOptions(live=False))
+    for ours, theirs in zip(read_metrics(folder), read_metrics(tmp_path / "single"), strict=True):
+        for name in ("update/loss", "update/grad_norm"):
+            assert ours["metrics"][name] == pytest.approx(theirs["metrics"][name], rel=1e-5)
+    exported, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
+        for name in ("run", "single")
+    )
+    for name, weight in expected.items():
+        # Adam's first steps are as long as the rate where a gradient is but rounding.
+        torch.testing.assert_close(exported[name], weight, rtol=1e-4, atol=1e-4)
