@@ -137,13 +137,13 @@ def check_owners(
     problems: Problems,
 ) -> None:
     """An export takes each home's part from one rank, at the place that this rank has."""
-    owners = placement.owners(weight)
+    owners, parts = placement.owners(weight), placement.tensor_parallel(weight)
     for owner in owners:
         held = holders.get(owner.rank)
         if held is None or held[1] != owner.place:
             there = "does not hold it" if held is None else f"holds part {held[1]}"
             problems.add(
-                *first_element(weight, sharding.holdings(weight, _parts(weight, placement), 0)),
+                *first_element(weight, sharding.holdings(weight, parts, owner.place)),
                 [owner.rank],
                 f"is exported as part {owner.place} from rank {owner.rank}, which {there}",
             )
@@ -153,7 +153,3 @@ def check_owners(
             who = show(senders) if senders else "no rank"
             what = f"of {show(home.ranks)} is exported from {who}; it must be from one of them"
             problems.add(*first_element(weight, home.holdings), home.ranks, what)
-
-
-def _parts(weight: Weight, placement: Placement) -> int:
-    return placement.tensor_parallel(weight)

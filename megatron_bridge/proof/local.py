@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_bridge import regions, sharding
@@ -121,16 +122,16 @@ def _check_filled(
 def _check_piece(weight: Weight, home: Home, piece: Piece, problems: Problems) -> None:
     """The two boxes have the same elements in the same order, and export finds the way back."""
     part = weight.parts[piece.part]
-    name, element = _huggingface(weight, piece)
     if not boxes.contains(part.box, piece.huggingface):
         what = f"is where the tensor's part {part.box} does not reach ({piece.huggingface})"
-        problems.add(name, element, home.ranks, what)
+        problems.add(*_huggingface(weight, piece), home.ranks, what)
         return
-    if not _same_shape(piece):
+    samples = _samples(piece.huggingface, piece.megatron, piece.order)
+    if not samples:
         what = f"cannot become {piece.megatron} with the axes {piece.order}"
-        problems.add(name, element, home.ranks, f"in {piece.huggingface} {what}")
-        return
-    for huggingface, megatron in _samples(piece):
+        what = f"in {piece.huggingface} {what}"
+        problems.add(*_huggingface(weight, piece), home.ranks, what)
+    for huggingface, megatron in samples:
         back = weight.to_megatron(piece.part, huggingface)
         if back != megatron:
             element = boxes.element(part.sizes, boxes.start(huggingface), part.rows[0])
@@ -138,39 +139,49 @@ def _check_piece(weight: Weight, home: Home, piece: Piece, problems: Problems) -
                 f"is loaded to {boxes.start(megatron)} of '{_name(weight)}' on {show(home.ranks)} "
                 f"and exported from {boxes.start(back)}"
             )
-            problems.add(name, element, home.ranks, what)
+            problems.add(part.name, element, home.ranks, what)
             return
 
 
-def _same_shape(piece: Piece) -> bool:
+@lru_cache(maxsize=4096)
+def _samples(
+    huggingface: Box, megatron: Box, order: tuple[int | None, ...]
+) -> tuple[tuple[Box, Box], ...]:
+    """The whole piece, its first and last element, and one step along each axis.
+
+    A map of boxes that moves each axis by itself and agrees on these agrees everywhere. None where
+    the boxes cannot be the same elements.
+    """
+    theirs = regions.lengths(huggingface)
+    if not _same_shape(theirs, regions.lengths(megatron), order):
+        return ()
+    low, there = boxes.start(huggingface), boxes.start(megatron)
+    found = [(huggingface, megatron)]
+    for steps in _steps(theirs):
+        moved = (0 if axis is None else steps[axis] for axis in order)
+        found.append(
+            (
+                boxes.at(tuple(a + b for a, b in zip(low, steps, strict=True))),
+                boxes.at(tuple(a + b for a, b in zip(there, moved, strict=True))),
+            )
+        )
+    return tuple(found)
+
+
+def _same_shape(
+    theirs: tuple[int, ...], ours: tuple[int, ...], order: tuple[int | None, ...]
+) -> bool:
     """Each axis has its length and is used once; axes left out are of length 1."""
-    theirs, ours = regions.lengths(piece.huggingface), regions.lengths(piece.megatron)
-    used = [axis for axis in piece.order if axis is not None]
+    used = [axis for axis in order if axis is not None]
     return (
-        len(piece.order) == len(ours)
+        len(order) == len(ours)
         and len(set(used)) == len(used)
         and all(
             length == (1 if axis is None else theirs[axis])
-            for axis, length in zip(piece.order, ours, strict=True)
+            for axis, length in zip(order, ours, strict=True)
         )
         and all(length == 1 for axis, length in enumerate(theirs) if axis not in used)
     )
-
-
-def _samples(piece: Piece) -> Iterator[tuple[Box, Box]]:
-    """The whole piece, its first and last element, and one step along each axis.
-
-    A map of boxes that moves each axis by itself and agrees on these agrees everywhere.
-    """
-    yield piece.huggingface, piece.megatron
-    low = [first for first, _ in piece.huggingface]
-    there = [first for first, _ in piece.megatron]
-    for steps in _steps(regions.lengths(piece.huggingface)):
-        moved = (0 if axis is None else steps[axis] for axis in piece.order)
-        yield (
-            boxes.at(tuple(a + b for a, b in zip(low, steps, strict=True))),
-            boxes.at(tuple(a + b for a, b in zip(there, moved, strict=True))),
-        )
 
 
 def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
