@@ -1,4 +1,7 @@
-"""Patches that let megatron-core's experts and latent attention run on the CPU over gloo."""
+"""Patches that let megatron-core's experts and latent attention run on the CPU over gloo.
+
+Two of them serve a GPU without transformer-engine as well.
+"""
 
 from types import ModuleType
 from typing import Any
@@ -60,7 +63,8 @@ def _uneven_scatter(module: ModuleType) -> None:
     module._reduce_scatter_along_first_dim = scatter  # type: ignore[attr-defined]
 
 
-PATCHES: tuple[Patch, ...] = (
+# Needed wherever transformer-engine is missing, on a GPU too.
+WITHOUT_ENGINE: tuple[Patch, ...] = (
     Patch(
         name="router_gemm",
         module="megatron.core.transformer.moe.moe_utils",
@@ -69,6 +73,17 @@ PATCHES: tuple[Patch, ...] = (
         apply=_no_router_gemm,
         why="the name is defined only with transformer-engine, and asked for without it",
     ),
+    Patch(
+        name="latent_attention",
+        module="megatron.core.transformer.multi_latent_attention",
+        target="MultiLatentAttention",
+        needles=("HAVE_TE\n            and isinstance(self.linear_proj, TELinear)",),
+        apply=_no_engine_in_latent_attention,
+        why="the module takes transformer-engine for installed, and its classes for types",
+    ),
+)
+PATCHES: tuple[Patch, ...] = (
+    *WITHOUT_ENGINE,
     Patch(
         name="splits",
         module="megatron.core.transformer.moe.token_dispatcher",
@@ -93,12 +108,20 @@ PATCHES: tuple[Patch, ...] = (
         apply=_uneven_scatter,
         why="gloo scatters only tensors of one size",
     ),
-    Patch(
-        name="latent_attention",
-        module="megatron.core.transformer.multi_latent_attention",
-        target="MultiLatentAttention",
-        needles=("HAVE_TE\n            and isinstance(self.linear_proj, TELinear)",),
-        apply=_no_engine_in_latent_attention,
-        why="the module takes transformer-engine for installed, and its classes for types",
-    ),
 )
+
+
+def install_without_engine() -> None:
+    """Make experts and latent attention usable without transformer-engine.
+
+    Raises:
+        RuntimeError: when a patch does not fit the installed megatron-core.
+    """
+    for patch in WITHOUT_ENGINE:
+        problem = patch.problem()
+        if problem is not None:
+            raise RuntimeError(
+                "megatron-core differs from the 0.16 that the bridge serves; install megatron-core "
+                f"0.16.x: {patch.name}: {problem}"
+            )
+        patch.install()

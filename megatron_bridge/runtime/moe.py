@@ -1,5 +1,6 @@
 """Megatron's mixture-of-experts layer, exact at every layout and choice of experts."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch import Tensor
 from megatron_bridge.runtime.features import features
 from megatron_bridge.runtime.sum_gradient import sum_gradient
 
+# A layer hands its process groups to Megatron's own classes alone; ours asks for the same ones.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
+)
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 

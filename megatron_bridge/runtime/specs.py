@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_bridge.runtime import dense_variants, device
+from megatron_bridge.runtime import cpu_experts, dense_variants, device
 from megatron_bridge.runtime.attention import CoreAttention
 from megatron_bridge.runtime.mla import LatentAttention, ReplicatedLinear
 from megatron_bridge.runtime.moe import MoELayer, Router
@@ -43,6 +43,7 @@ def layer_spec(
         for layer in {id(layer): layer for layer in block.layer_specs or ()}.values():
             _adopt(layer, config)
         return block
+    cpu_experts.install_without_engine()
     start = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = {moe: _local_layer(config, moe=moe) for moe in {*moe_layers(config)}}

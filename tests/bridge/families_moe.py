@@ -10,6 +10,7 @@ from tests.bridge import parity, tiny
 
 _COMMON = {k: v for k, v in tiny.SIZES.items() if k != "head_dim"} | {
     "hidden_size": 40,
+    "initializer_range": 0.12,
     "num_experts_per_tok": 3,
 }
 _WIDTH = {"moe_intermediate_size": 28}
@@ -17,7 +18,7 @@ YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 8.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 32,
     # So that one pair of components turns as trained, one is stretched, one lies between.
     "beta_fast": 0.25,
     "beta_slow": 0.01,
@@ -86,7 +87,7 @@ def model(kind: str, **changes: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in made.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer) * 0.2)
+                buffer.add_(torch.randn_like(buffer) * 0.05)
     return made
 
 
