@@ -149,10 +149,12 @@ def _norm(chunks: list[torch.nn.Module]) -> float:
     return (dense**2 + experts**2) ** 0.5
 
 
-def build(folder: Path, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> list:
+def build(
+    folder: Path, layout: ParallelLayout, dtype: torch.dtype = torch.float32, **options: Any
+) -> list:
     """This rank's model chunks with the folder's weights."""
     parallel.initialize(layout, 5)
-    chunks = live.build_chunks(live.load_hf_config(folder), layout, dtype=dtype)
+    chunks = live.build_chunks(live.load_hf_config(folder), layout, dtype=dtype, **options)
     live.load_weights(chunks, folder)
     return chunks
 
@@ -175,16 +177,24 @@ def logits_of(chunks: list[torch.nn.Module], vocabulary: int) -> list[torch.Tens
 
 
 def compare(
-    folder: Path, layout: ParallelLayout, want: Wanted, *, gradients: bool = True
+    folder: Path,
+    layout: ParallelLayout,
+    want: Wanted,
+    *,
+    gradients: bool = True,
+    **options: Any,
 ) -> dict[str, float | bool]:
     """Differences from HuggingFace, on the ranks that can see them.
+
+    Args:
+        options: further ones of ``live.build_chunks``.
 
     Returns:
         ``same_names`` and ``bit_identical`` of the export and ``gradients`` (relative to each
         tensor's largest) on rank 0; ``logits`` (absolute) where the last stage is; ``norm``
         (relative) everywhere.
     """
-    chunks = build(folder, layout)
+    chunks = build(folder, layout, **options)
     config = live.load_hf_config(folder)
     found: dict[str, float | bool] = {}
     exported = {n: t.cpu().clone() for n, t in live.export_weights(chunks, config)}

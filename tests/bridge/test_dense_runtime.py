@@ -168,6 +168,16 @@ def test_frequencies_equal_transformers(name, partial):
     assert mine.limit == (64 if kind == "longrope" else None)
 
 
+def test_longrope_refuses_sequences_that_would_change_every_angle():
+    from megatron_bridge.runtime.rotary_embedding import Rotary, frequencies
+
+    parameters = {"rope_type": "longrope", "rope_theta": 5000.0, **ROPES["longrope"]}
+    rotary = Rotary([frequencies(parameters, 16)], interleaved=False, cp_group=_OneRank)
+    assert rotary(64).shape == (64, 1, 1, 16)
+    with pytest.raises(ValueError, match="65 tokens.*changes all angles beyond 64 tokens"):
+        rotary(65)
+
+
 def _huggingface_frequencies(parameters):
     if parameters["rope_type"] == "default":
         dim = int(16 * parameters["partial_rotary_factor"])
