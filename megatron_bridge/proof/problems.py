@@ -38,15 +38,16 @@ class Problems:
     limit: int
     listed: list[Problem] = field(default_factory=list)
     count: int = 0
-    _seen: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
+    _seen: set[tuple[str, tuple[int, ...] | str]] = field(default_factory=set)
 
     def add(
         self, tensor: str, element: tuple[int, ...] | None, ranks: Iterable[int], what: str
     ) -> None:
         """Note a fault."""
-        if (tensor, element) in self._seen:
+        key = (tensor, what if element is None else element)
+        if key in self._seen:
             return
-        self._seen.add((tensor, element))
+        self._seen.add(key)
         self.count += 1
         if len(self.listed) < self.limit:
             self.listed.append(Problem(tensor, element, tuple(sorted(ranks)), what))
