@@ -1,5 +1,6 @@
 """HuggingFace checkpoints seen as Megatron's and back; who reads how much."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_bridge.views import (
     chunks,
     read_megatron,
 )
-from tests.bridge import parity, tiny
+from tests.bridge import families_dense, families_moe, parity, tiny
 from tests.ranks import run_ranks
 
 
@@ -36,10 +37,24 @@ class Memory:
         return self.held[name][regions.slices(ranges)]
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+MODELS: dict[str, Any] = {
+    "untied": lambda: tiny.model("qwen3"),
+    "tied": lambda: tiny.model("qwen3", tied=True),
+}
+FAMILIES: dict[str, Any] = {
+    **{kind: partial(families_dense.model, kind) for kind in families_dense.CONFIGS},
+    **{kind: partial(families_moe.model, kind) for kind in families_moe.CONFIGS},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory) -> Path:
-    model = tiny.model("qwen3", tied=request.param == "tied")
-    return tiny.save(model, tmp_path_factory.mktemp("hf"))
+    return tiny.save(MODELS[request.param](), tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Path:
+    return tiny.save(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param))
 
 
 def _all(source: Any) -> dict[str, torch.Tensor]:
@@ -76,6 +91,31 @@ def test_rectangles_equal_the_whole(folder):
             assert torch.equal(found, tensor[regions.slices(tuple(ranges))]), (name, ranges)
 
 
+def test_every_family_comes_back_bit_for_bit_with_the_same_keys(family):
+    source = HuggingFaceFolder(family)
+    there = _all(HuggingFaceAsMegatron(source, source.config(), ParallelLayout(tp=2)))
+    back = _all(MegatronAsHuggingFace(Memory(there), source.config()))
+    wanted = parity.read_all(family)
+    assert back.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+
+def test_the_chunks_of_every_family_hold_each_element_once(family):
+    source = HuggingFaceFolder(family)
+    experts = any("expert" in name for name in source.tensors())
+    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2 if experts else 1)
+    infos = HuggingFaceAsMegatron(source, source.config(), layout).tensors()
+    _check_cover(infos, list(chunks(source.config(), layout)))
+
+
+def test_the_keys_of_every_family_are_those_that_megatron_saves(family):
+    source = HuggingFaceFolder(family)
+    seen = HuggingFaceAsMegatron(source, source.config(), ParallelLayout()).tensors()
+    (found,) = run_ranks(_keys, 1, family, ParallelLayout())
+    assert found == {name: info.shape for name, info in seen.items()}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -89,8 +129,12 @@ def test_rectangles_equal_the_whole(folder):
 def test_the_chunks_of_a_layout_hold_each_element_once(folder, layout):
     source = HuggingFaceFolder(folder)
     infos = HuggingFaceAsMegatron(source, source.config(), layout).tensors()
+    _check_cover(infos, list(chunks(source.config(), layout)))
+
+
+def _check_cover(infos: Any, found: list) -> None:
     boxes: dict[str, list] = {name: [] for name in infos}
-    for key, ranges in chunks(source.config(), layout):
+    for key, ranges in found:
         boxes[key].append(ranges)
     for key, held in boxes.items():
         assert regions.clash(held) is None
