@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.packing import Pack
 from megatron_bridge.runtime.attention import CoreAttention
+from megatron_bridge.runtime.rotary_choice import PerLengthRotaryAttention
 
 
 @dataclass
@@ -91,12 +92,14 @@ def install(model: Any) -> Positions | None:
 
     Returns:
         What is told the positions of each pack. None when packs must share nothing: where the
-        model's attention is not ours (that of transformer-engine reads sequences in place), or
-        where experts are balanced by how many tokens they got (each prompt would count once).
+        model's attention is not ours (that of transformer-engine reads sequences in place), where
+        rotary angles depend on a sequence's length (longrope), or where experts are balanced by
+        how many tokens they got (each prompt would count once).
     """
     attentions = [layer.self_attention for layer in model.decoder.layers]
     ours = all(isinstance(attention.core_attention, CoreAttention) for attention in attentions)
-    if not ours or _balances_experts(model.config):
+    by_length = any(isinstance(one, PerLengthRotaryAttention) for one in attentions)
+    if not ours or by_length or _balances_experts(model.config):
         return None
     for attention in attentions:
         # Hooks: a wrapper would change the names of the attention's own parameters (its sinks).

@@ -5,17 +5,16 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_bridge.runtime import rotary_embedding
 from megatron_bridge.runtime.expert_bias import with_output_bias
 from megatron_bridge.runtime.features import features
 from megatron_bridge.runtime.norm import RMSNorm, WideKeyNorm, WideQueryNorm
+from megatron_bridge.runtime.rotary_choice import PerLayerRotaryAttention, PerLengthRotaryAttention
 
 
 def apply(layer: ModuleSpec, config: Any) -> None:
@@ -32,6 +31,8 @@ def apply(layer: ModuleSpec, config: Any) -> None:
         attention.submodules.k_layernorm = WideKeyNorm
     if wanted.local_rotary is not None:
         attention.module = PerLayerRotaryAttention
+    elif wanted.rotary is not None and wanted.rotary["rope_type"] == "longrope":
+        attention.module = PerLengthRotaryAttention
     experts = getattr(parts.mlp.submodules, "experts", None)
     if experts is not None and config.add_bias_linear:
         _with_expert_biases(experts, config)
@@ -95,25 +96,6 @@ def _normed(linear: Any) -> type:
 
     Normed.__name__ = Normed.__qualname__ = f"Normed{linear.__name__}"
     return Normed
-
-
-class PerLayerRotaryAttention(SelfAttention):
-    """Self-attention that takes its layer's half of the rotary angles.
-
-    The model has two kinds of layers, with a sliding window and without, and each rotates by its
-    own frequencies; ``rotary_embedding.Rotary`` lays both side by side.
-    """
-
-    def __init__(self, config: Any, *args: Any, layer_number: int, **options: Any) -> None:
-        super().__init__(config, *args, layer_number=layer_number, **options)
-        self.local = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-
-    def forward(self, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
-        if rotary_pos_emb is not None:
-            rotary_pos_emb = rotary_pos_emb.chunk(2, -1)[self.local]
-        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **options)
 
 
 class _Scale:

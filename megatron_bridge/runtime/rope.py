@@ -62,15 +62,22 @@ def _angles(
     if key not in kept:
         if len(kept) >= _KEPT:
             kept.clear()
-        lengths = (offsets[1:] - offsets[:-1]).long()
-        starts = torch.repeat_interleave(offsets[:-1].long(), lengths)
-        positions = torch.arange(len(starts), device=offsets.device) - starts
+        positions = _positions(offsets, len(frequencies))
         by_position = frequencies.squeeze(1)
         cos, sin = (
             by.mul_(scale)[positions].to(dtype) for by in (by_position.cos(), by_position.sin())
         )
         kept[key] = (frequencies, cos, sin)
     return kept[key][1:]
+
+
+def _positions(offsets: Tensor, rows: int) -> Tensor:
+    """[T] row of every token's frequencies: its position, or its own row where each has one."""
+    tokens = torch.arange(int(offsets[-1]), device=offsets.device)
+    if rows == len(tokens):
+        return tokens
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    return tokens - torch.repeat_interleave(offsets[:-1].long(), lengths)
 
 
 def packed_rotary(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -26,12 +26,14 @@ class Frequencies:
         inverse: [D / 2] angle from one position to the next, for each pair of a head's first D
             components.
         factor: cosines and sines are multiplied by it.
-        limit: the longest sequence that they are right for; None: any.
+        longer: those of sequences of more than ``trained`` tokens; None: the same.
+        trained: how many tokens that is.
     """
 
     inverse: Tensor
     factor: float = 1.0
-    limit: int | None = None
+    longer: Tensor | None = None
+    trained: int = 0
 
 
 def frequencies(parameters: Parameters, head_dim: int) -> Frequencies:
@@ -102,16 +104,16 @@ def _yarn_factor(parameters: Parameters) -> float:
 
 
 def _longrope(powers: Tensor, parameters: Parameters) -> Frequencies:
-    """The short factors, which hold up to the trained length.
-
-    A longer sequence takes the long ones from its first token on, so one pack would need both.
-    """
-    short = torch.tensor(parameters["short_factor"], dtype=torch.float32)
+    """Sequences longer than the trained ones turn by other factors from their first token on."""
+    short, long = (
+        torch.tensor(parameters[name], dtype=torch.float32)
+        for name in ("short_factor", "long_factor")
+    )
     trained, factor = parameters["original_max_position_embeddings"], parameters["factor"]
     scale = parameters.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    return Frequencies(1.0 / (short * powers), scale, limit=trained)
+    return Frequencies(1.0 / (short * powers), scale, 1.0 / (long * powers), trained)
 
 
 _KINDS: dict[str, Callable[[Tensor, Parameters], Frequencies]] = {
@@ -127,13 +129,14 @@ class Rotary(RotaryEmbedding):
     """Megatron's rotary embedding with frequencies of ours.
 
     Args:
-        of_layers: the frequencies, or two: of layers that see everything and of those with a
-            sliding window. Their angles then lie side by side in what ``forward`` returns, and
-            ``PerLayerRotaryAttention`` takes its own.
+        kinds: inverse frequencies, of one kind or two: of layers without and with a sliding
+            window, or of sequences up to the trained length and beyond. The angles of both then
+            lie side by side in what ``forward`` returns, and the attentions of ``rotary_choice``
+            take theirs.
     """
 
-    def __init__(self, of_layers: list[Frequencies], *, interleaved: bool, cp_group: Any) -> None:
-        first = of_layers[0].inverse
+    def __init__(self, kinds: list[Tensor], *, interleaved: bool, cp_group: Any) -> None:
+        first, *self.others = kinds
         super().__init__(
             2 * len(first),
             rotary_percent=1.0,
@@ -142,22 +145,9 @@ class Rotary(RotaryEmbedding):
             cp_group=cp_group,
         )
         self.inv_freq = first
-        self.others = [one.inverse for one in of_layers[1:]]
-        limits = [one.limit for one in of_layers if one.limit is not None]
-        self.limit = min(limits, default=None)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """[max_seq_len, 1, 1, D], or 2 D where there are two kinds of layers.
-
-        Raises:
-            ValueError: for a sequence that the frequencies are not right for.
-        """
-        if self.limit is not None and max_seq_len + offset > self.limit:
-            raise ValueError(
-                f"a sequence has {max_seq_len + offset} tokens; this model's rope scaling "
-                f"(longrope) changes all angles beyond {self.limit} tokens, which packs of longer "
-                f"and shorter sequences cannot share: keep prompt and response within {self.limit}"
-            )
+        """[max_seq_len, 1, 1, D], or 2 D where there are two kinds."""
         parts = [super().get_emb(max_seq_len, offset)]
         first = self.inv_freq
         for index, inverse in enumerate(self.others):
@@ -180,16 +170,22 @@ def install(model: Any, config: Any) -> None:
     if config.multi_latent_attention:
         return
     assert wanted.rotary is not None, "the architecture's features lack the rotary embedding"
-    both = [wanted.rotary, wanted.local_rotary]
-    of_layers = [frequencies(one, config.kv_channels) for one in both if one is not None]
-    assert len({(len(one.inverse), one.factor) for one in of_layers}) == 1, "of equal form"
+    made = frequencies(wanted.rotary, config.kv_channels)
+    kinds = [made.inverse]
+    if made.longer is not None:
+        assert wanted.local_rotary is None
+        kinds.append(made.longer)
+    if wanted.local_rotary is not None:
+        local = frequencies(wanted.local_rotary, config.kv_channels)
+        assert local.factor == made.factor and len(local.inverse) == len(made.inverse)
+        kinds.append(local.inverse)
     model.rotary_pos_emb = Rotary(
-        of_layers,
+        kinds,
         interleaved=config.rotary_interleaved,
         cp_group=model.rotary_pos_emb.cp_group,
     )
-    if of_layers[0].factor != 1.0:
-        _scale_angles(config, of_layers[0].factor)
+    if made.factor != 1.0:
+        _scale_angles(config, made.factor)
 
 
 def _scale_angles(config: Any, factor: float) -> None:

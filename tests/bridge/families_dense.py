@@ -64,7 +64,8 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Phi3Config,
         {
             "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": 64,
+            # Packs have sequences longer than this, and shorter ones.
+            "original_max_position_embeddings": 16,
             "sliding_window": WINDOW,
             # Its class checks the factors against a head of hidden_size / num_attention_heads.
             "head_dim": 12,

@@ -110,6 +110,7 @@ def _without_expert(expert: int) -> Callable[[Any], None]:
 
 
 _PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
+_LONGROPE = families_dense.CONFIGS["phi3"][1]["rope_parameters"]
 _GEMMA = families_dense.CONFIGS["gemma3"][1]["rope_parameters"]
 OFF: list[tuple[str, dict[str, Any] | Callable[[Any], None]]] = [
     ("llama", {"rope_parameters": _PLAIN}),
@@ -131,7 +132,9 @@ OFF: list[tuple[str, dict[str, Any] | Callable[[Any], None]]] = [
     ("gemma3", _without("post_feedforward_layernorm")),
     ("gemma3", _without("embed_scale", 1.0)),
     ("phi3", {"sliding_window": None}),
-    ("phi3", {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}}),
+    ("phi3", {"rope_parameters": _LONGROPE | {"long_factor": _LONGROPE["short_factor"]}}),
+    ("phi3", {"rope_parameters": _LONGROPE | {"short_factor": _LONGROPE["long_factor"]}}),
+    ("phi3", {"rope_parameters": _LONGROPE | {"attention_factor": 1.0}}),
     ("olmo2", _without("post_attention_layernorm")),
     ("olmo2", _without("post_feedforward_layernorm")),
     ("olmo2", _without("q_norm")),
