@@ -13,6 +13,7 @@ from megatron_bridge import translation
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.registry import architecture
 from tests.bridge import families_moe, parity, tiny
+from tests.bridge.published_moe import PUBLISHED
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -149,9 +150,9 @@ def test_every_setting_takes_part(kind, fields):
     assert (_logits(other) - _logits(model)).abs().max().item() > 1e-2
 
 
-@pytest.mark.parametrize("name", families_moe.PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_translated(name):
-    config = translation.resolve(families_moe.PUBLISHED[name])
+    config = translation.resolve(PUBLISHED[name])
     arguments = translation.transformer_arguments(config)
     moe = [architecture(config).is_moe(config, i) for i in range(config["num_hidden_layers"])]
     assert arguments["moe_layer_freq"] == (1 if all(moe) else [int(one) for one in moe])
@@ -159,20 +160,20 @@ def test_published_configs_are_translated(name):
 
 
 def test_latent_attention_scales_as_published():
-    config = translation.resolve(families_moe.PUBLISHED["deepseek-ai/DeepSeek-V3"])
+    config = translation.resolve(PUBLISHED["deepseek-ai/DeepSeek-V3"])
     arguments = translation.transformer_arguments(config)
     assert arguments["rope_type"] == "yarn"
     assert arguments["rotary_scaling_factor"] == 40
     assert (arguments["mscale"], arguments["mscale_all_dim"]) == (1.0, 1.0)
     assert (arguments["moe_router_num_groups"], arguments["moe_router_group_topk"]) == (8, 4)
-    plain = translation.resolve(families_moe.PUBLISHED["moonshotai/Moonlight-16B-A3B"])
+    plain = translation.resolve(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
     arguments = translation.transformer_arguments(plain)
     assert (arguments["rope_type"], arguments["rotary_scaling_factor"]) == ("rope", 1.0)
     assert arguments["moe_router_num_groups"] is None
 
 
 _V2, _V3 = "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3"
-_YARN = families_moe.PUBLISHED[_V3]["rope_scaling"]
+_YARN = PUBLISHED[_V3]["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ _YARN = families_moe.PUBLISHED[_V3]["rope_scaling"]
 )
 def test_what_megatron_cannot_compute_is_refused(name, fields, problem):
     with pytest.raises(ValueError, match=problem):
-        translation.resolve(families_moe.PUBLISHED[name] | fields)
+        translation.resolve(PUBLISHED[name] | fields)
 
 
 @pytest.mark.parametrize("kind", families_moe.CONFIGS)
@@ -236,7 +237,7 @@ def test_old_and_new_configs_say_the_same(kind):
 
 
 def test_layers_that_predict_further_tokens_are_passed_over():
-    config = translation.resolve(families_moe.PUBLISHED[_V3])
+    config = translation.resolve(PUBLISHED[_V3])
     table = architecture(config)
     assert table.is_ignored("model.layers.61.eh_proj.weight", config)
     assert table.is_ignored("model.layers.61.mlp.experts.3.up_proj.weight", config)
