@@ -8,7 +8,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hybridflow.assets.quickstart import character_tokenizer
+from hybridflow.assets.quickstart import EOS, VOCABULARY, character_tokenizer
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.monitor import read_metrics
@@ -45,7 +45,7 @@ def make_model(folder: Path) -> None:
         num_experts_per_tok=2,
         norm_topk_prob=True,
         max_position_embeddings=64,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=VOCABULARY.index(EOS),
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
