@@ -54,12 +54,12 @@ class PerLengthRotaryAttention(SelfAttention):
             return angles.chunk(2, -1)[len(angles) > self.trained]
         # Made once for all layers: they get the same angles, by their memory (which is kept), and
         # models that read the same pack have their own.
-        made_of, known = getattr(packed, "_chosen_angles", (None, None))
-        if known is None or made_of.data_ptr() != angles.data_ptr():
+        known = getattr(packed, "_chosen_angles", None)
+        if known is None or known[0].data_ptr() != angles.data_ptr():
             assert packed.cu_seqlens_q is not None
-            known = _of_sequences(angles, packed.cu_seqlens_q, self.trained)
-            packed._chosen_angles = angles, known  # type: ignore[attr-defined]
-        return known
+            known = angles, _of_sequences(angles, packed.cu_seqlens_q, self.trained)
+            packed._chosen_angles = known  # type: ignore[attr-defined]
+        return known[1]
 
 
 def _of_sequences(angles: Tensor, offsets: Tensor, trained: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Windows, sinks, two rotary bases, norms after layers: sharing prompts changes nothing."""
+"""Windows, sinks, two rotary bases, norms after layers, longrope: packs change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,19 @@ def _run(path: str, batch: Batch) -> dict[str, Any]:
     return {"shares": shares} | two_steps(path, ParallelLayout(), batch, GRPO)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
-def test_shared_prompts_equal_huggingface(kind: str, tmp_path: Path):
-    path, batch = str(tiny.save(families_dense.model(kind), tmp_path)), make_batch()
+# Phi-3 has sequences of both kinds: up to this length and longer.
+FIELDS = {"phi3": {"original_max_position_embeddings": 10}}
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("gemma3", True), ("gpt_oss", True), ("phi3", False)])
+def test_packs_equal_huggingface(kind: str, shares: bool, tmp_path: Path):
+    """Phi-3 shares no prompts: its rotary angles depend on the whole sequence's length."""
+    model = families_dense.model(kind, **FIELDS.get(kind, {}))
+    path, batch = str(tiny.save(model, tmp_path)), make_batch()
     assert max(batch["prompts"].lengths) + 2 > families_dense.WINDOW
     expected = reference(path, batch, GRPO)
     (result,) = run_ranks(_run, 1, path, batch)
-    assert result["shares"]
+    assert result["shares"] == shares
     before = merged([result], "before").values
     assert before.tolist() == pytest.approx(expected["before"].tolist(), rel=1e-4, abs=1e-4)
     metrics = result["metrics"][0]
