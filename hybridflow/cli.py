@@ -1,4 +1,4 @@
-"""The ``hybridflow`` command: a module for each sub-command or group, importing its needs when run."""
+"""The ``hybridflow`` command: modules of sub-commands, each importing its needs when run."""
 
 import argparse
 import importlib

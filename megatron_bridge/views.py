@@ -3,6 +3,7 @@
 Both are sources like any other: what reads them need not know which kind lies beneath.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -37,11 +38,17 @@ def read_box(
     ranges, view, index = list(prefix), [], []
     for dimension in sizes:
         inside, box = box[: len(dimension)], box[len(dimension) :]
-        start, stop = regions.cover(dimension, inside)
-        offset = first_row if len(ranges) == len(prefix) else 0
-        ranges.append((start + offset, stop + offset))
-        view += [inside[0][1] - inside[0][0], *dimension[1:]]
-        index += [slice(None), *regions.slices(inside[1:])]
+        start, axes = 0, dimension
+        pinned = 0
+        # Slow axes at one index only move the start: what is read stays small.
+        while len(inside) - pinned > 1 and inside[pinned][1] - inside[pinned][0] == 1:
+            start += inside[pinned][0] * math.prod(axes[1:])
+            axes, pinned = axes[1:], pinned + 1
+        low, high = regions.cover(axes, inside[pinned:])
+        offset = start + (first_row if len(ranges) == len(prefix) else 0)
+        ranges.append((low + offset, high + offset))
+        view += [*[1] * pinned, inside[pinned][1] - inside[pinned][0], *axes[1:]]
+        index += [slice(None)] * (pinned + 1) + [*regions.slices(inside[pinned + 1 :])]
     return source.read(name, tuple(ranges)).reshape(view)[tuple(index)]
 
 
@@ -159,7 +166,8 @@ class HuggingFaceAsMegatron:
         held = self._keys.weights[name]
         depth = len(next(iter(held)))
         shape = regions.lengths(ranges)
-        wanted = [index for index in held if _inside(index, ranges[:depth])]
+        # Every layer and expert is there; looking through all for each would take their square.
+        wanted = list(itertools.product(*(range(*interval) for interval in ranges[:depth])))
         if len(wanted) == 1:
             return self._rectangle(held[wanted[0]], ranges[depth:]).reshape(shape)
         result = torch.empty(shape, dtype=self._infos[name].dtype)
@@ -196,10 +204,6 @@ def _tail_boxes(sizes: tuple[tuple[int, ...], ...], ranges: Ranges) -> Box:
             raise ValueError(f"columns {interval} cut within the axes {dimension}; read them apart")
         found += boxes[0]
     return found
-
-
-def _inside(index: tuple[int, ...], ranges: Ranges) -> bool:
-    return all(start <= i < stop for i, (start, stop) in zip(index, ranges, strict=True))
 
 
 class MegatronAsHuggingFace:

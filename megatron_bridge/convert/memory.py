@@ -4,23 +4,30 @@ Counted is anonymous resident memory (`RssAnon`: heap and stacks; not the pages 
 which the kernel drops when it needs room) of the parent and all workers together, beyond what a
 process holds right after its imports.
 
-The model::
+The model, where the plan has ``tensors`` (and chunks) to read and ``units`` to write::
 
-    memory = tensors * TENSOR + PARENT + workers * (tensors * TENSOR + WORKER + COPIES * unit)
+    parent = PARENT + tensors * TENSOR + units * UNIT
+    worker = WORKER + tensors * TENSOR + units * SHARED_UNIT + COPIES * unit
+    memory = parent + workers * worker
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_bridge.convert.sizes import show_binary
 
 MIB = 2**20
-PARENT = 16 * MIB
-"""Journal, progress and what importing left for later."""
+PARENT = 12 * MIB
+"""Progress, and what importing left for later."""
+WORKER = 12 * MIB
+"""What a worker holds besides plan and unit: leftovers of its allocator, a transform's blocks."""
 TENSOR = 4096
-"""What the plan holds for each tensor; workers inherit the plan, and touching copies it."""
-WORKER = 16 * MIB
-"""What a worker holds besides plan and units: leftovers of its allocator."""
+"""Bytes of plan for each tensor; workers inherit the plan, and touching it copies it."""
+UNIT = 2048
+"""Bytes of plan and journal for each unit."""
+SHARED_UNIT = 512
+"""Bytes of plan for each unit that a worker touches."""
 COPIES = 4
 """Most copies of a unit alive at once: the parts that are read, the rectangle assembled from them,
 its cast, and one for a transform on the way (dequantising, merging an adapter)."""
@@ -36,22 +43,21 @@ class Budget:
     Attributes:
         memory: bytes that all processes together may hold.
         workers: processes beside the parent.
-        tensors: how many the conversion reads.
+        tensors: tensors and chunks that the conversion reads.
+        bytes: what it writes, elements counted as float32 at least.
     """
 
     memory: int
     workers: int
-    tensors: int = 0
-
-    @property
-    def fixed(self) -> int:
-        """Bytes held however small units are."""
-        plan = self.tensors * TENSOR
-        return PARENT + plan + self.workers * (WORKER + plan)
+    tensors: int
+    bytes: int
 
     def needed(self, unit: int) -> int:
         """The bound that units of so many bytes need."""
-        return self.fixed + self.workers * COPIES * unit
+        units = self.tensors + self.bytes // unit
+        parent = PARENT + self.tensors * TENSOR + units * UNIT
+        worker = WORKER + self.tensors * TENSOR + units * SHARED_UNIT + COPIES * unit
+        return parent + self.workers * worker
 
     def unit_bytes(self) -> int:
         """Most bytes of a unit.
@@ -59,20 +65,33 @@ class Budget:
         Raises:
             ValueError: when the bound is too small.
         """
-        if self.memory < self.needed(SMALLEST_UNIT):
-            raise ValueError(
-                f"--memory {show_binary(self.memory)} is too small for {self.workers} "
-                f"worker{'s' if self.workers > 1 else ''}: the least that works is "
-                f"{show_binary(self.needed(SMALLEST_UNIT))}{self._fewer()}"
-            )
-        unit = (self.memory - self.fixed) // (self.workers * COPIES)
-        return min(unit, LARGEST_UNIT)
+        fitting = [unit for unit in _units() if self.needed(unit) <= self.memory]
+        if fitting:
+            return max(fitting)
+        raise ValueError(
+            f"--memory {show_binary(self.memory)} is too small for {self.workers} "
+            f"worker{'s' if self.workers > 1 else ''}: the least that works is "
+            f"{show_binary(self.least)}{self._fewer()}"
+        )
+
+    @property
+    def least(self) -> int:
+        """The smallest bound that works."""
+        return min(self.needed(unit) for unit in _units())
 
     def _fewer(self) -> str:
         if self.workers == 1:
             return ""
-        one = Budget(self.memory, 1, self.tensors).needed(SMALLEST_UNIT)
+        one = Budget(self.memory, 1, self.tensors, self.bytes).least
         return f", or {show_binary(one)} with --workers 1"
+
+
+def _units() -> Iterator[int]:
+    """The sizes that units may have."""
+    unit = SMALLEST_UNIT
+    while unit <= LARGEST_UNIT:
+        yield unit
+        unit *= 2
 
 
 def anonymous_bytes(pid: int | str = "self") -> int:

@@ -33,6 +33,14 @@ class Item:
         """Dtype and whole shape."""
         return TensorInfo(self.dtype, self.shape)
 
+    @property
+    def working_bytes(self) -> int:
+        """Size of the whole tensor where an element counts as float32 at least.
+
+        Casts, dequantising and merging an adapter compute in float32.
+        """
+        return math.prod(self.shape) * max(self.dtype.itemsize, _FLOAT32_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -53,10 +61,7 @@ class Unit:
 
 
 def make_units(items: Iterable[Item], unit_bytes: int) -> list[Unit]:
-    """Units of at most ``unit_bytes``, where an element counts as float32 at least.
-
-    Casts, dequantising and merging an adapter compute in float32.
-    """
+    """Units of at most ``unit_bytes``, where an element counts as float32 at least."""
     return [
         Unit(item, ranges)
         for item in items

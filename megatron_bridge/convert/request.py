@@ -132,7 +132,7 @@ def _job(request: Request, opened: Opened, to: Kind) -> Job:
         "--adapter": _told(request.adapter),
         "--config": _told(request.config),
     }
-    return Job(source, sink, opened.files, options, len(opened.source.tensors()))
+    return Job(source, sink, opened.files, options, opened.entries)
 
 
 def _told(path: Path | None) -> str | None:

@@ -41,7 +41,7 @@ class Job:
         sink: takes them.
         files: of the source; none may change meanwhile.
         options: what else decides the result; a resumed conversion must have the same.
-        tensors: number of tensors behind ``source``, which decides the size of the plan.
+        tensors: number of tensors and chunks that are read; they decide the size of the plan.
     """
 
     source: Source
@@ -144,7 +144,8 @@ class _Conversion:
     def _unit_bytes(self) -> int:
         """From the bound; a resumed conversion keeps its units, which must fit the bound."""
         memory = self.limits.memory // self.hosts.local_world
-        budget = Budget(memory, self.limits.workers, self.job.tensors)
+        planned = sum(item.working_bytes for item in self.job.sink.items)
+        budget = Budget(memory, self.limits.workers, self.job.tensors, planned)
         fits = budget.unit_bytes()
         if not (self.limits.resume and self.partial.exists):
             return fits

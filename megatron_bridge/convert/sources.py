@@ -37,6 +37,7 @@ class Opened:
         carried: names of tensors that the architecture's table passes over.
         companions: the folder with config.json, tokenizer and the like.
         paths: what was opened; for the list of files.
+        entries: tensors and chunks that the files hold.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class Opened:
     carried: tuple[str, ...]
     companions: Path
     paths: tuple[Path, ...]
+    entries: int
 
     def files(self) -> list[Path]:
         """Every file that decides the tensors."""
@@ -119,7 +121,7 @@ def _open_huggingface(path: Path, dtype: torch.dtype | None, needs_table: bool) 
         expected = huggingface_shapes(resolved)
         check_tensors(source, resolved, expected, path)
         carried = tuple(name for name in source.tensors() if name not in expected)
-    return Opened(Kind.HUGGINGFACE, source, config, carried, path, (path,))
+    return Opened(Kind.HUGGINGFACE, source, config, carried, path, (path,), len(folder.tensors()))
 
 
 def _supported(config: HfConfig) -> bool:
@@ -139,13 +141,15 @@ def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
             "config.json and tokenizer as --config"
         )
     config = read_json(companions / "config.json")
-    checkpoint = Prefetched(reader.TorchDist(folder))
+    opened = reader.TorchDist(folder)
+    checkpoint = Prefetched(opened)
     view = MegatronAsHuggingFace(checkpoint, config)
     extra = [key for key in checkpoint.tensors() if key.startswith(CARRIED)]
     carried = tuple(key.removeprefix(CARRIED) for key in extra)
     source = Together((view, Renamed(checkpoint, dict(zip(carried, extra, strict=True)))))
     paths = (path,) if config_folder is None else (path, config_folder)
-    return Opened(Kind.MEGATRON, source, config, carried, companions, paths)
+    entries = len(source.tensors()) + sum(len(opened.chunks(key)) for key in opened.tensors())
+    return Opened(Kind.MEGATRON, source, config, carried, companions, paths, entries)
 
 
 class Renamed:
