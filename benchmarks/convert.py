@@ -85,6 +85,7 @@ class Bench:
         self._loads = 2 if args.quick else LOADS
         self._names, self._keep = args.checkpoints, args.keep
         self._folder, self._console = folder, console
+        self._now = ""
         self._peer_python = None if args.no_peer else peer_python()
         self._ours = Side(Path(sys.executable), "benchmarks.convert_jobs", logs / "ours.log")
         self._peer = None
@@ -121,6 +122,7 @@ class Bench:
         }
 
     def _measure(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        self._now = checkpoint.name
         source = make(checkpoint, self._folder)
         jobs: dict[str, dict[str, Any]] = {}
         try:
@@ -212,14 +214,14 @@ class Bench:
     ) -> dict[str, Any]:
         """One job; its times join those of earlier rounds."""
         found = side.run(job, **arguments)
-        kept = jobs.setdefault(name, {"seconds": [], "peak_bytes": None})
-        kept["seconds"] += found["seconds"]
-        if "unsynced_seconds" in found:
-            kept["unsynced_seconds"] = kept.get("unsynced_seconds", []) + found["unsynced_seconds"]
+        kept = jobs.setdefault(name, {"peak_bytes": None})
+        for times in ("seconds", "unsynced_seconds", "cpu_seconds"):
+            if times in found:
+                kept[times] = kept.get(times, []) + found[times]
         peaks = [peak for peak in (kept["peak_bytes"], found["peak_bytes"]) if peak is not None]
         kept["peak_bytes"] = max(peaks, default=None)
         shown = " ".join(f"{seconds:.2f}" for seconds in found["seconds"])
-        self._console.print(f"{arguments['source'].name} {name}: {shown} s", highlight=False)
+        self._console.print(f"{self._now} {name}: {shown} s", highlight=False)
         return found
 
     def _versions(self) -> dict[str, dict[str, str]]:

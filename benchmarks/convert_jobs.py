@@ -38,14 +38,16 @@ def written(destination: str, write: Callable[[], Any]) -> dict[str, Any]:
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     with measuring(os.getpid()) as measured:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), sum(os.times()[:4])
         write()
         unsynced = time.perf_counter() - start
         for path in (*target.rglob("*"), target):
             _sync(path)
+        used = sum(os.times()[:4]) - before
     return {
         "seconds": [measured.seconds],
         "unsynced_seconds": [unsynced],
+        "cpu_seconds": [used],
         "peak_bytes": measured.peak_bytes,
     }
 

@@ -37,8 +37,9 @@ def on_ranks(world: int, prepare: Callable[[], Prepared], repeats: int) -> dict[
     """Run ``prepare()`` on each rank, once, and what it gives ``repeats`` times.
 
     Returns:
-        ``seconds`` of each time, from when all ranks began to when all had ended; ``peak_bytes``
-        beyond what the ranks held before, their models included; ``sums`` of each rank's result.
+        ``seconds`` of each time, from when all ranks began to when all had ended; ``cpu_seconds``
+        of all ranks; ``peak_bytes`` beyond what the ranks held before, their models included;
+        ``sums`` of each rank's result.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -58,7 +59,8 @@ def on_ranks(world: int, prepare: Callable[[], Prepared], repeats: int) -> dict[
         finally:
             for process in ranks:
                 process.join()
-    return found[0] | {"sums": [rank["sum"] for rank in found]}
+    cpu = [sum(each) for each in zip(*(rank["cpu_seconds"] for rank in found), strict=True)]
+    return found[0] | {"cpu_seconds": cpu, "sums": [rank["sum"] for rank in found]}
 
 
 def _rank(
@@ -73,16 +75,16 @@ def _rank(
     prepared = prepare()
     touch(prepared.tensors)
     dist.barrier()
-    seconds, peak = [], 0
+    peak = 0
     if rank == 0:
         with measuring(os.getppid()) as measured:
-            seconds = _repeat(prepared, repeats)
+            times = _repeat(prepared, repeats)
         peak = measured.peak_bytes
     else:
-        _repeat(prepared, repeats)
+        times = _repeat(prepared, repeats)
     total = checksum(prepared.tensors)
     dist.barrier()
-    connection.send({"seconds": seconds, "peak_bytes": peak, "sum": total})
+    connection.send({**times, "peak_bytes": peak, "sum": total})
     dist.destroy_process_group()
 
 
@@ -104,15 +106,16 @@ def touch(tensors: list[Tensor]) -> None:
         tensor.detach().zero_()
 
 
-def _repeat(prepared: Prepared, repeats: int) -> list[float]:
-    seconds = []
+def _repeat(prepared: Prepared, repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {"seconds": [], "cpu_seconds": []}
     for _ in range(repeats):
         dist.barrier()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         prepared.work()
+        times["cpu_seconds"].append(time.process_time() - before)
         dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        times["seconds"].append(time.perf_counter() - start)
+    return times
 
 
 def checksum(tensors: list[Tensor]) -> int:

@@ -101,7 +101,7 @@ def _table(name: str, checkpoint: Mapping[str, Any]) -> Table:
         pad_edge=False,
     )
     table.add_column("job", no_wrap=True)
-    for heading in ("median\ns", "best\ns", "median\nGB/s", "not\nsynced s", "peak\nMiB"):
+    for heading in ("median\ns", "best\ns", "median\nGB/s", "not\nsynced s", "CPU\ns", "peak\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for job, found in checkpoint["jobs"].items():
         unsynced, peak = found.get("unsynced_seconds"), found["peak_bytes"]
@@ -111,6 +111,7 @@ def _table(name: str, checkpoint: Mapping[str, Any]) -> Table:
             f"{min(found['seconds']):.2f}",
             f"{checkpoint['bytes'] / 1e9 / _seconds(found):.2f}",
             f"{median(unsynced):.2f}" if unsynced else "",
+            f"{median(found['cpu_seconds']):.2f}",
             "" if peak is None else f"{peak / 2**20:.0f}",
         )
     return table
