@@ -21,6 +21,13 @@ def test_reference_pages_are_current(name: str):
     assert written == PAGES[name](), "run: python docs/generate_reference.py"
 
 
+def test_the_page_of_models_is_current():
+    made = runpy.run_path(str(DOCS / "generate_models.py"))["models_page"]()
+    assert (DOCS / "models.md").read_text(encoding="utf-8") == made, (
+        "run: python docs/generate_models.py"
+    )
+
+
 def test_examples_of_the_guides_are_sound(tmp_path: Path):
     block = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
     recipe = block.findall((DOCS / "recipes.md").read_text())[0]
