@@ -1,7 +1,8 @@
 """Who takes part in a conversion: this process alone, or all of a torchrun with a shared folder.
 
-Units are handed out by one counter, so a fast host does more. Hosts talk through torchrun's
-key-value store: a few bytes a batch, and a failure of one is known to all.
+Each rank begins with a batch of its own; then one counter hands them out, so that a fast rank does
+more. Ranks talk through torchrun's key-value store: a few bytes a batch, and a failure of one is
+known to all.
 """
 
 import os
@@ -105,6 +106,7 @@ class Torchrun:
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_world = int(os.environ["LOCAL_WORLD_SIZE"])
         self._store: Any = None
+        self._began = False
         self._beaten = 0.0
         self._others = 0
 
@@ -123,7 +125,10 @@ class Torchrun:
 
     def take(self) -> int:
         """See `Hosts`."""
-        return self._store.add("convert/next", 1) - 1
+        if not self._began:
+            self._began = True
+            return self.rank
+        return self.world + self._store.add("convert/next", 1) - 1
 
     def tell(self, name: str, value: str) -> None:
         """See `Hosts`."""

@@ -86,7 +86,10 @@ class _ChunkWriter:
 
     def write(self, unit: Unit, tensor: Tensor) -> Place:
         offsets = [low for low, _ in unit.ranges]
-        return self._file.add(unit.item.name, offsets, tensor).to_json()
+        try:
+            return self._file.add(unit.item.name, offsets, tensor).to_json()
+        except OSError as error:  # the system knows a number, people want the place
+            raise OSError(error.errno, error.strerror, str(self._file.path)) from error
 
     def sync(self) -> None:
         self._file.sync()

@@ -91,7 +91,7 @@ def _changed(opened: Opened, adapter: Path | None, dtype: torch.dtype | None) ->
     """With an adapter merged, as PEFT does in the weights' own dtype, then cast."""
     source, config, paths = opened.source, opened.config, opened.paths
     if adapter is not None:
-        if kind_of(adapter) is not Kind.ADAPTER:
+        if not (adapter / "adapter_config.json").is_file():
             raise ValueError(f"{adapter} is no adapter: it has no adapter_config.json")
         source, paths = with_adapter(source, adapter), (*paths, adapter)
     if dtype is not None:
