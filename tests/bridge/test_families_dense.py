@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from megatron_bridge import translation
+from megatron_bridge import live, translation
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.registry import architecture
-from tests.bridge import families_dense, parity, tiny
+from tests.bridge import families_dense, parity, published_dense, tiny
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -76,6 +76,29 @@ def test_a_norm_over_all_key_heads_is_not_cut_finer_than_heads():
     config = families_dense.CONFIGS["olmo2"][0](**tiny.SIZES).to_dict()
     (problem,) = ParallelLayout(tp=4).problems(config | {"architectures": ["Olmo2ForCausalLM"]})
     assert "kv_head=2" in problem
+
+
+def _checkpoint_keys(folder: Path) -> set[str]:
+    """Of the tensors that this rank would write to Megatron's distributed checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    (model,) = parity.build(folder, ParallelLayout(tp=2))
+    found: set[str] = set()
+    for one in nested_values(model.sharded_state_dict()):
+        parts = nested_values(one.build()) if isinstance(one, ShardedTensorFactory) else [one]
+        found |= {part.key for part in parts if isinstance(part, ShardedTensor)}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo2", "gpt_oss"])
+def test_megatrons_checkpoint_has_the_keys_of_the_table(made, kind):
+    folder, _ = made(kind)
+    config = translation.resolve(live.load_hf_config(folder))
+    rows = architecture(config).rows_of(config)
+    keys = {row.checkpoint_key.replace("layers.{layer}.", "layers.") for row in rows}
+    for found in run_ranks(_checkpoint_keys, 2, folder):
+        assert found == keys
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -166,12 +189,12 @@ def test_without_it_the_logits_differ(kind, off):
     assert difference > 1e-2
 
 
-@pytest.mark.parametrize("name", families_dense.PUBLISHED)
+@pytest.mark.parametrize("name", published_dense.PUBLISHED)
 def test_published_configs_are_translated(name, tmp_path):
     """Their rotary embeddings equal those of transformers' own class."""
     from megatron_bridge.runtime.rotary_embedding import frequencies
 
-    published = families_dense.PUBLISHED[name]
+    published = published_dense.PUBLISHED[name]
     config = translation.resolve(published)
     features = translation.features(config)
     theirs = transformers.AutoConfig.for_model(**deepcopy(published))
