@@ -51,11 +51,13 @@ class Partial:
         self.folder = destination.with_name(f".{destination.name}.partial")
         self.result = self.folder / "result"
         self._lock: TextIO | None = None
+        self._mine = False
 
     @property
     def exists(self) -> bool:
         """True when a conversion began here and did not end."""
-        return (self.folder / _STAMP).is_file()
+        # Without a result it was put in place, and killed while it tidied up.
+        return (self.folder / _STAMP).is_file() and self.result.is_dir()
 
     def check_destination(self, overwrite: bool) -> None:
         """An existing result is never touched unasked.
@@ -92,6 +94,7 @@ class Partial:
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._mine = True
                 return
             except BlockingIOError:
                 # Workers of a parent that was killed need a moment to end.
@@ -104,8 +107,12 @@ class Partial:
 
     def begin(self) -> None:
         """Start anew with an empty result folder."""
-        if self.result.exists():
-            shutil.rmtree(self.result)
+        (self.folder / _STAMP).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
         self.result.mkdir()
 
     def commit_begin(self, stamp: Stamp) -> None:
@@ -129,7 +136,7 @@ class Partial:
 
     def discard_if_empty(self) -> None:
         """Leave no trace of a conversion that ended before it began."""
-        if self.folder.is_dir() and not self.exists:
+        if self._mine and self.folder.is_dir() and not self.exists:
             shutil.rmtree(self.folder)
 
 

@@ -190,13 +190,17 @@ class _Conversion:
 
     def _claim(self) -> None:
         """Refuse what cannot go well, before any process starts."""
+        self._check_places()
+        self.partial.lock()
+        self._check_places()  # another conversion may have held the lock
+
+    def _check_places(self) -> None:
         self.partial.check_destination(self.limits.overwrite)
         if self.limits.resume:
             if self.partial.exists:
                 check_resumable(self.stamp, self.partial.stamp(), self.partial.folder)
         else:
             self.partial.check_new()
-        self.partial.lock()
 
     def _begin(self) -> None:
         if not self.partial.exists:

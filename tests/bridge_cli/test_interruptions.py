@@ -43,12 +43,15 @@ def _batches(destination: Path) -> int:
         return -1
 
 
-def _cut_short(arguments: tuple, destination: Path, batches: int, hit) -> Done:
+def _cut_short(
+    arguments: tuple, destination: Path, batches: int, hit, prepare=lambda: None
+) -> Done:
     """Start a conversion and `hit` it once so many batches are done.
 
     On a loaded machine the conversion may be over first; then it is started again.
     """
     for _ in range(20):
+        prepare()
         process = start(*arguments)
         deadline = time.monotonic() + DEADLINE
         while process.running and _batches(destination) < batches:
@@ -133,24 +136,30 @@ def test_only_the_same_conversion_is_resumed(source, tmp_path):
 
 
 def test_a_source_that_changes_meanwhile_is_not_put_in_place(source, tmp_path):
-    copy, cut = shutil.copytree(source, tmp_path / "source"), tmp_path / "cut"
+    copy, cut = tmp_path / "source", tmp_path / "cut"
+
+    def fresh() -> None:
+        shutil.copytree(source, copy, dirs_exist_ok=True)
 
     def change(process: Running) -> None:
         os.utime(copy / "model-00002-of-00003.safetensors", (1, 1))
 
-    done = _cut_short(("convert", copy, cut, *_SMALL), cut, 1, change)
+    done = _cut_short(("convert", copy, cut, *_SMALL), cut, 1, change, fresh)
     assert done.status == 2
     assert "changed during the conversion" in done.error
 
 
 def test_a_source_that_is_cut_off_meanwhile_is_an_error(source, tmp_path):
-    copy, cut = shutil.copytree(source, tmp_path / "source"), tmp_path / "cut"
+    copy, cut = tmp_path / "source", tmp_path / "cut"
+
+    def fresh() -> None:
+        shutil.copytree(source, copy, dirs_exist_ok=True)
 
     def cut_off(process: Running) -> None:
         for file in copy.glob("*.safetensors"):
             os.truncate(file, 4096)
 
-    done = _cut_short(("convert", copy, cut, *_SMALL), cut, 1, cut_off)
+    done = _cut_short(("convert", copy, cut, *_SMALL), cut, 1, cut_off, fresh)
     assert done.status in (1, 2), done
     assert "became shorter" in done.error or "changed during" in done.error
     assert "Traceback" not in done.error
