@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from megatron_bridge import regions, translation
+from megatron_bridge.agreement import check_tensors
 from megatron_bridge.huggingface.folder import CONFIG, HuggingFaceFolder, read_json
 from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
 from megatron_bridge.mappings import huggingface_shapes
-from megatron_bridge.registry import HfConfig, architecture, has_value_head, uncovered
+from megatron_bridge.registry import HfConfig, architecture, has_value_head
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import Source
 from megatron_bridge.views import read_megatron
@@ -100,53 +101,3 @@ def _computation(config: HfConfig) -> dict[str, Any]:
         | translation.features(config)
     )
     return {k: v for k, v in arguments.items() if k != "init_method_std"}
-
-
-def check_tensors(
-    source: Source,
-    config: HfConfig,
-    expected: dict[str, tuple[int, ...]],
-    folder: str | Path,
-    passed: Any = (),
-) -> None:
-    """Compare names and shapes with the architecture's table.
-
-    Args:
-        source: of HuggingFace tensors.
-        config: resolved.
-        expected: shapes that the table asks for.
-        folder: for the text of the error.
-        passed: names that may be there and are not read.
-
-    Raises:
-        ValueError: listing everything that is missing, unknown or of another shape.
-    """
-    table, present = architecture(config), source.tensors()
-    found = [f"'{name}' is missing" for name in expected if name not in present]
-    for name in sorted(present.keys() - expected.keys()):
-        if name not in passed and not table.is_ignored(name, config):
-            found.append(_unknown(name, config))
-    for name in expected.keys() & present.keys():
-        shape = tuple(present[name].shape)
-        if shape != expected[name]:
-            found.append(f"'{name}' has shape {shape}, config.json asks for {expected[name]}")
-    if found:
-        shown = found[:40] + ([f"and {len(found) - 40} more"] if len(found) > 40 else [])
-        raise ValueError(
-            f"{folder} does not fit its config.json:\n" + "\n".join(f"- {one}" for one in shown)
-        )
-
-
-def _unknown(name: str, config: HfConfig) -> str:
-    table = architecture(config)
-    known = table.patterns(config)
-    if any(_same_but_number(name, pattern) for pattern in known):
-        return f"'{name}' is of a layer or expert that config.json does not count"
-    return uncovered("HuggingFace tensor", name, known, table)
-
-
-def _same_but_number(name: str, pattern: str) -> bool:
-    pieces, wanted = name.split("."), pattern.split(".")
-    return len(pieces) == len(wanted) and all(
-        a == b or (a.isdigit() and b.startswith("{")) for a, b in zip(pieces, wanted, strict=True)
-    )
