@@ -14,7 +14,7 @@ from megatron_bridge.mappings import huggingface_shapes
 from megatron_bridge.registry import HfConfig, architecture, has_value_head
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import Source
-from megatron_bridge.views import read_megatron
+from megatron_bridge.views import fill_megatron
 
 
 def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) -> None:
@@ -76,7 +76,7 @@ def _fill(source: Source, held: Held, expert_tp: int, tp: int) -> None:
     for holding in holdings(held.weight, parts, held.place):
         rows = held.tensor[holding.rows[0] : holding.rows[1]]
         target = rows.view(regions.lengths(holding.box))
-        target.copy_(read_megatron(source, held.weight, holding.box))
+        fill_megatron(source, held.weight, holding.box, target)
 
 
 def _check_config(folder: HuggingFaceFolder, config: HfConfig, fresh_head: bool) -> None:

@@ -85,13 +85,22 @@ def read_megatron(source: Source, weight: Weight, box: Box) -> Tensor:
     if len(pieces) == 1 and pieces[0].megatron == box:
         return read_part(source, weight, pieces[0])
     dtype = source.tensors()[weight.parts[0].name].dtype
-    covered = sum(regions.volume(piece.megatron) for piece in pieces)
-    make = torch.empty if covered == regions.volume(box) else torch.zeros
-    result = make(regions.lengths(box), dtype=dtype)
+    result = torch.empty(regions.lengths(box), dtype=dtype)
+    fill_megatron(source, weight, box, result)
+    return result
+
+
+def fill_megatron(source: Source, weight: Weight, box: Box, target: Tensor) -> None:
+    """Copy a box of a Megatron tensor into ``target``, which has one dimension per axis.
+
+    Padding is zero. Each element moves once, and casts as it moves.
+    """
+    pieces = list(weight.pieces(box))
+    if sum(regions.volume(piece.megatron) for piece in pieces) != regions.volume(box):
+        target.zero_()
     for piece in pieces:
         inside = regions.slices(regions.relative(piece.megatron, box))
-        result[inside] = read_part(source, weight, piece)
-    return result
+        target[inside].copy_(read_part(source, weight, piece))
 
 
 class _Keys:
