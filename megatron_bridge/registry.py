@@ -335,6 +335,8 @@ def architecture(config: HfConfig) -> Architecture:
         ValueError: for an architecture without a table.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json sets architectures={names!r}, which must be a list of texts")
     for name in names:
         found = _by_name(name.replace(CLASSIFICATION, _CAUSAL))
         if found is not None:

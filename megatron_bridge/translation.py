@@ -2,16 +2,9 @@
 
 from typing import Any
 
+from megatron_bridge import config_values
 from megatron_bridge.models import dense
-from megatron_bridge.registry import Architecture, HfConfig, architecture
-
-_NEEDED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
+from megatron_bridge.registry import Architecture, HfConfig, architecture, module_of
 
 
 def problems(config: HfConfig) -> list[str]:
@@ -21,26 +14,29 @@ def problems(config: HfConfig) -> list[str]:
         ValueError: when the architecture itself has no table.
     """
     table = architecture(config)
-    found = [f"config.json lacks '{field}'" for field in _NEEDED if not config.get(field)]
+    found = config_values.kinds(config, table)
+    if not found:
+        found += config_values.fit(config, table)
+        found += _quantization(config)
+        found += table.refusals(config)
     found += _values(config, table)
-    found += _quantization(config)
-    found += table.refusals(config)
     found += [_unknown(field, config[field], table) for field in _unknown_fields(config, table)]
     return found
 
 
 def _values(config: HfConfig, table: Architecture) -> list[str]:
     """Fields with a value that the table does not allow."""
-    found = [
-        f"{field}={config[field]!r} is not supported for {table.name}; "
-        f"supported: {', '.join(map(repr, allowed))}"
+    return [
+        f"{field}={'null' if config[field] is None else repr(config[field])} is not supported for "
+        f"{table.name}; supported: {', '.join(map(repr, allowed))}"
         for field, allowed in table.required.items()
-        if config.get(field) is not None and config[field] not in allowed
+        if field in config and not _allowed(config[field], allowed)
     ]
-    other = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other and "layer_types" not in table.defaults:
-        found.append(f"layer_types {sorted(other)} are not supported; supported: 'full_attention'")
-    return found
+
+
+def _allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Null is what transformers takes for false; it stands for no default of another kind."""
+    return value in allowed or (value is None and not all(allowed))
 
 
 # How weights may be stored; they are read as what they stand for.
@@ -61,7 +57,7 @@ def _quantization(config: HfConfig) -> list[str]:
 
 def _unknown_fields(config: HfConfig, table: Architecture) -> list[str]:
     """Fields with an effect (a value that is not empty, zero or false) that no table mentions."""
-    known = {*_NEEDED, *table.required, *table.defaults, *table.harmless}
+    known = {*config_values.NEEDED, *table.required, *table.defaults, *table.harmless}
     known |= {"layer_types", "quantization_config"}
     return [
         field
@@ -74,7 +70,7 @@ def _unknown(field: str, value: Any, table: Architecture) -> str:
     return (
         f"config.json sets {field}={value!r}, which the bridge does not know; if it changes "
         f"nothing in the model's computation add '{field}' to `harmless` in "
-        f"megatron_bridge/models/{table.model_type}.py, otherwise translate it there"
+        f"megatron_bridge/models/{module_of(table)}.py, otherwise translate it there"
     )
 
 

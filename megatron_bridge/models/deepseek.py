@@ -92,10 +92,10 @@ def _problems(config: HfConfig) -> list[str]:
     """``config`` with defaults: why the experts are not supported."""
     count, topk = config["n_routed_experts"], config["num_experts_per_tok"]
     found = [*latent.problems(config), *moe.topk_problems(config, count, normalized=False)]
-    if not config["n_shared_experts"]:
-        found.append("n_shared_experts must be at least 1: transformers' own class builds them")
     if not config["routed_scaling_factor"]:
         found.append("routed_scaling_factor=0 would silence every expert")
+    if (config["topk_group"] or 0) > (config["n_group"] or 0) > 0:
+        found.append(f"topk_group={config['topk_group']} is more than n_group={config['n_group']}")
     groups = _groups(config)
     if found or groups is None:
         return found
@@ -139,7 +139,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "pretraining_tp": (1,),
+    "pretraining_tp": (1, None),
     "moe_layer_freq": (1,),
 }
 _HARMLESS = (

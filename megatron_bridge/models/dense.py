@@ -130,7 +130,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "attention_bias": (False,),
-    "pretraining_tp": (1,),
+    "pretraining_tp": (1, None),
     "rope_interleaved": (False,),
 }
 DEFAULTS: dict[str, Any] = {
@@ -206,4 +206,9 @@ def features(config: HfConfig) -> dict[str, Any]:
 
 def refusals(defaults: dict[str, Any]) -> Callable[[HfConfig], list[str]]:
     """Of an architecture with these defaults: why a config's rotary embeddings are refused."""
-    return lambda config: rotary.problems(rotary.parameters({**defaults, **config}))
+
+    def found(config: HfConfig) -> list[str]:
+        made = {**defaults, **config}
+        return rotary.problems(rotary.parameters(made), head_dim(made))
+
+    return found

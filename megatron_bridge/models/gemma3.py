@@ -8,6 +8,7 @@ from megatron_bridge.registry import Architecture, HfConfig
 
 _DEFAULTS = dense.DEFAULTS | {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
@@ -55,7 +56,9 @@ def _rotary(config: HfConfig, kind: str) -> rotary.Parameters:
         theta, field = 10_000.0, "rope_local_base_freq"
     if config[field] is not None:
         theta = config[field]
-    return rotary.complete({"rope_theta": theta, **given}, config)
+    share = config["partial_rotary_factor"]
+    base = {"rope_theta": theta} | ({} if share is None else {"partial_rotary_factor": share})
+    return rotary.complete(base | given, config)
 
 
 def _features(config: HfConfig) -> dict[str, Any]:
@@ -73,9 +76,11 @@ def _refusals(config: HfConfig) -> list[str]:
     other = sorted({*(config["rope_parameters"] or {})} - {_GLOBAL, _LOCAL})
     if other:
         return [*found, f"rope_parameters {other} are not supported; it has {_GLOBAL}, {_LOCAL}"]
+    if "type" in (config["rope_scaling"] or {}):
+        found.append("rope_scaling.type is read by some versions of transformers; say rope_type")
     both = {kind: _rotary(config, kind) for kind in (_GLOBAL, _LOCAL)}
     for kind, made in both.items():
-        found += [f"{kind}: {problem}" for problem in rotary.problems(made)]
+        found += [f"{kind}: {problem}" for problem in rotary.problems(made, config["head_dim"])]
         if made["rope_type"] not in ("default", "linear", "llama3"):
             found.append(f"{kind}: rope_type '{made['rope_type']}' is not supported for Gemma 3")
     return found

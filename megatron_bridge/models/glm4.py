@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_bridge.models import dense, rotary
-from megatron_bridge.registry import Architecture, HfConfig, Row
+from megatron_bridge.registry import Architecture, HfConfig, Row, head_dim
 
 _DEFAULTS = dense.DEFAULTS | {
     "head_dim": 128,
+    "num_key_value_heads": 2,
     "rms_norm_eps": 1.5625e-07,
     "max_position_embeddings": 131072,
     "attention_bias": True,
@@ -30,7 +31,8 @@ def _rotary(config: HfConfig) -> rotary.Parameters:
 
 
 def _refusals(config: HfConfig) -> list[str]:
-    return rotary.problems(_rotary({**_DEFAULTS, **config}), partial=True)
+    config = {**_DEFAULTS, **config}
+    return rotary.problems(_rotary(config), head_dim(config), partial=True)
 
 
 def _table(name: str, model_type: str, post_norms: tuple[Row, ...], models: str) -> Architecture:

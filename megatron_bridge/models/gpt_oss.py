@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_bridge.models import dense, moe, rotary, windows
-from megatron_bridge.registry import Architecture, HfConfig, Part, Row
+from megatron_bridge.registry import Architecture, HfConfig, Part, Row, head_dim
 
 _THETA = 150000.0
 _YARN = {
@@ -16,6 +16,7 @@ _YARN = {
 }
 _DEFAULTS = dense.DEFAULTS | {
     "head_dim": 64,
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072,
     "num_local_experts": 128,
@@ -90,7 +91,7 @@ def _rotary(config: HfConfig) -> rotary.Parameters:
 
 def _refusals(config: HfConfig) -> list[str]:
     config = {**_DEFAULTS, "num_hidden_layers": 0, **config}
-    found = rotary.problems(_rotary(config))
+    found = rotary.problems(_rotary(config), head_dim(config))
     found += windows.problems(config, config["sliding_window"], _kinds(config))
     found += moe.topk_problems(config, config["num_local_experts"], normalized=True)
     other = config["experts_per_token"]
@@ -99,8 +100,6 @@ def _refusals(config: HfConfig) -> list[str]:
             f"experts_per_token={other} and num_experts_per_tok={config['num_experts_per_tok']} "
             "differ; transformers reads the second"
         )
-    if config["swiglu_limit"] is None or config["swiglu_limit"] <= 0:
-        found.append(f"swiglu_limit={config['swiglu_limit']} must be a positive number")
     return found
 
 

@@ -131,7 +131,7 @@ def problems(config: HfConfig) -> list[str]:
     """Why Megatron cannot compute this attention; empty when it can."""
     made = rotary.parameters(config)
     kind = made["rope_type"]
-    found = rotary.problems(made)
+    found = rotary.problems(made, config["qk_rope_head_dim"])
     if kind not in ("default", "yarn"):
         found.append(
             f"rope_type '{kind}' is not supported with MLA: megatron-core's "

@@ -5,7 +5,11 @@ from typing import Any
 from megatron_bridge.models import dense, windows
 from megatron_bridge.registry import Architecture, HfConfig
 
-_DEFAULTS = dense.DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096}
+_DEFAULTS = dense.DEFAULTS | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
 
 
 def _transformer(config: HfConfig) -> dict[str, Any]:

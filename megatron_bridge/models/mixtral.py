@@ -27,11 +27,13 @@ def _refusals(config: HfConfig) -> list[str]:
     made = {**_DEFAULTS, **config}
     return [
         *dense.refusals(_DEFAULTS)(config),
+        *windows.size_problems(made["sliding_window"]),
         *moe.topk_problems(made, made["num_local_experts"], normalized=True),
     ]
 
 
 _DEFAULTS = dense.DEFAULTS | {
+    "num_key_value_heads": 8,
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_bridge.models import dense, rotary, windows
-from megatron_bridge.registry import Architecture, HfConfig, Part, Row
+from megatron_bridge.registry import Architecture, HfConfig, Part, Row, head_dim
 
 _DEFAULTS = dense.DEFAULTS | {
     "rms_norm_eps": 1e-5,
@@ -40,7 +40,7 @@ def _rotary(config: HfConfig) -> rotary.Parameters:
 def _refusals(config: HfConfig) -> list[str]:
     config = {**_DEFAULTS, **config}
     made = _rotary(config)
-    found = rotary.problems(made, partial=True)
+    found = rotary.problems(made, head_dim(config), partial=True)
     found += windows.size_problems(config["sliding_window"])
     if made["rope_type"] not in ("default", "longrope", "dynamic"):
         found.append(f"rope_type '{made['rope_type']}' is not supported for Phi-3")

@@ -6,6 +6,7 @@ from megatron_bridge.models import dense, windows
 from megatron_bridge.registry import Architecture, HfConfig
 
 DEFAULTS = dense.DEFAULTS | {
+    "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "sliding_window": 4096,

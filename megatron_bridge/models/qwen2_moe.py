@@ -61,6 +61,7 @@ _DEFAULTS = (
     dense.DEFAULTS
     | LAYERS
     | {
+        "num_key_value_heads": 16,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
         "sliding_window": 4096,

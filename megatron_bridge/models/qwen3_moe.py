@@ -12,8 +12,11 @@ def _experts(config: HfConfig) -> int:
     return config.get("num_experts") or config.get("num_local_experts") or 128
 
 
+def _window(config: HfConfig) -> int | None:
+    return config["sliding_window"] if config["use_sliding_window"] else None
+
+
 def _transformer(config: HfConfig) -> dict[str, Any]:
-    window = config["sliding_window"] if config["use_sliding_window"] else None
     return {
         **moe.transformer(
             config,
@@ -22,7 +25,7 @@ def _transformer(config: HfConfig) -> dict[str, Any]:
             is_moe=is_moe,
             normalized=config["norm_topk_prob"],
         ),
-        **windows.transformer(window, None),
+        **windows.transformer(_window(config), None),
         "qk_layernorm": True,
     }
 
@@ -31,6 +34,7 @@ def _refusals(config: HfConfig) -> list[str]:
     made = {**_DEFAULTS, **config}
     found = [
         *dense.refusals(_DEFAULTS)(config),
+        *windows.size_problems(_window(made)),
         *moe.topk_problems(made, _experts(made), normalized=made["norm_topk_prob"]),
     ]
     both = {made["num_experts"], made["num_local_experts"]} - {None}
@@ -43,6 +47,7 @@ _DEFAULTS = (
     dense.DEFAULTS
     | LAYERS
     | {
+        "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
         "sliding_window": 4096,

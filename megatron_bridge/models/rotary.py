@@ -73,11 +73,12 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def problems(made: Parameters, *, partial: bool = False) -> list[str]:
+def problems(made: Parameters, width: int, *, partial: bool = False) -> list[str]:
     """Why these rotary embeddings are not supported; empty when they are.
 
     Args:
         made: from ``parameters``.
+        width: of a head, or of what is rotated of it.
         partial: whether the architecture rotates a part of each head when told so.
     """
     kind = made["rope_type"]
@@ -97,7 +98,22 @@ def problems(made: Parameters, *, partial: bool = False) -> list[str]:
             f"partial_rotary_factor={made['partial_rotary_factor']} is not supported: "
             "transformers' own class of this architecture rotates whole heads"
         )
-    return found
+    return found + _width_problems(made, width)
+
+
+def _width_problems(made: Parameters, width: int) -> list[str]:
+    """Why heads of this width cannot be rotated so."""
+    rotated = int(width * made.get("partial_rotary_factor", 1.0))
+    if rotated < 2 or rotated % 2:
+        return [
+            f"{rotated} components of {width} would be rotated, and pairs are; they must be even"
+        ]
+    pairs = rotated // 2
+    return [
+        f"{name} has {len(made[name])} entries for the {pairs} pairs of components that are rotated"
+        for name in ("short_factor", "long_factor")
+        if name in made and len(made[name]) != pairs
+    ]
 
 
 def _unknown(kind: str, key: str, value: Any, known: frozenset[str]) -> str:

@@ -231,7 +231,7 @@ def _rotary(config: Any, kind: str) -> tuple[torch.Tensor, float]:
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not"),
         ("llama", {"partial_rotary_factor": 0.5}, "rotates whole heads"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported"),
-        ("gpt_oss", {"swiglu_limit": None}, "must be a positive number"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null, which must be a number above 0"),
         ("gpt_oss", {"experts_per_token": 2, "num_experts_per_tok": 3}, "differ"),
     ],
 )

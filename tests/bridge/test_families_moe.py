@@ -186,7 +186,7 @@ _YARN = PUBLISHED[_V3]["rope_scaling"]
         (_V3, {"num_experts_per_tok": 200}, "more than the 128 experts of topk_group=4 groups"),
         (_V3, {"n_group": 7}, "n_group=7 does not divide n_routed_experts=256"),
         (_V3, {"num_key_value_heads": 8}, "num_key_value_heads=8 is not supported with MLA"),
-        (_V3, {"n_shared_experts": None}, "n_shared_experts must be at least 1"),
+        (_V3, {"n_shared_experts": None}, "n_shared_experts=null, which must be"),
         (_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         (_V3, {"attention_bias": True}, "attention_bias=True is not supported"),
         (_V3, {"router_noise": 0.1}, "router_noise=0.1, which the bridge does not know"),
