@@ -40,10 +40,15 @@ class Prefetched:
         """
         tensor = self._source.read(name, ranges)
         if not prefetch(tensor):
-            raise ValueError(
-                f"'{name}' cannot be read: its file became shorter meanwhile, or the disk fails"
-            )
+            raise lost(name)
         return tensor
+
+
+def lost(name: str) -> ValueError:
+    """Says that a tensor's file has no longer the bytes that it had."""
+    return ValueError(
+        f"'{name}' cannot be read: its file became shorter meanwhile, or the disk fails"
+    )
 
 
 def prefetch(tensor: Tensor) -> bool:

@@ -124,12 +124,13 @@ class Meter:
         """A worker tells its peak."""
         self._workers[worker] = max(self._workers.get(worker, 0), self._beyond(anonymous))
 
-    def sample(self, pids: list[int]) -> None:
-        """Look at this process and its workers, now."""
+    def sample(self, pids: list[int]) -> int:
+        """What this process and its workers hold together, now."""
         own = self._beyond(anonymous_bytes())
         self._own = max(self._own, own)
         now = own + sum(self._beyond(anonymous_bytes(pid)) for pid in pids)
         self._seen = max(self._seen, now)
+        return now
 
     @property
     def peak(self) -> int:

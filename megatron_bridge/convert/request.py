@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megatron_bridge.convert import run as engine
 from megatron_bridge.convert.hosts import under_torchrun
 from megatron_bridge.convert.huggingface_sink import HuggingFaceSink
+from megatron_bridge.convert.job import Job, Limits, Result
 from megatron_bridge.convert.kinds import Kind, kind_of
 from megatron_bridge.convert.megatron_sink import MegatronSink, as_megatron
 from megatron_bridge.convert.memory import Meter
-from megatron_bridge.convert.run import Job, Limits
+from megatron_bridge.convert.run import convert
 from megatron_bridge.convert.sink import Sink
 from megatron_bridge.convert.sizes import show_binary, show_bytes
 from megatron_bridge.convert.sources import Opened, open_checkpoint
@@ -46,7 +46,7 @@ class Summary:
 
     source: str
     kind: str
-    result: engine.Result
+    result: Result
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -89,7 +89,7 @@ def run(request: Request, meter: Meter) -> Summary | None:
     )
     job = _job(request, opened, to)
     limits = Limits(request.memory, request.workers, request.resume, request.overwrite)
-    result = engine.convert(job, _absolute(request.destination), limits, meter)
+    result = convert(job, _absolute(request.destination), limits, meter)
     if under_torchrun() and os.environ["RANK"] != "0":
         return None
     return Summary(str(request.source), to, result)

@@ -2,13 +2,13 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_bridge.convert import journal
 from megatron_bridge.convert.hosts import Alone, Hosts, Torchrun, under_torchrun
+from megatron_bridge.convert.job import Job, Limits, Result
 from megatron_bridge.convert.journal import Journal, Place
 from megatron_bridge.convert.memory import Budget, Meter
 from megatron_bridge.convert.partial import (
@@ -21,81 +21,13 @@ from megatron_bridge.convert.partial import (
 )
 from megatron_bridge.convert.plan import Unit, fingerprint, make_units
 from megatron_bridge.convert.progress import Progress
-from megatron_bridge.convert.sink import Sink
 from megatron_bridge.convert.sizes import show_bytes
 from megatron_bridge.convert.workers import Workers
-from megatron_bridge.source import Source
 
 _BATCH_SIZE = 4
 """Size of a batch in units of full size: small units are not worth a message each."""
 _BATCH_UNITS = 256
 _POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is converted into what.
-
-    Attributes:
-        source: gives the result's tensors under their names.
-        sink: takes them.
-        files: of the source; none may change meanwhile.
-        options: what else decides the result; a resumed conversion must have the same.
-        tensors: number of tensors and chunks that are read; they decide the size of the plan.
-    """
-
-    source: Source
-    sink: Sink
-    files: Callable[[], list[Path]]
-    options: dict[str, Any]
-    tensors: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much of the machine a conversion may use, and what it may replace.
-
-    Attributes:
-        memory: bytes of anonymous memory on each host.
-        workers: processes of each torchrun rank, or of this host.
-        resume: continue what was cut short.
-        overwrite: replace an existing destination.
-        shown: show progress.
-    """
-
-    memory: int
-    workers: int
-    resume: bool = False
-    overwrite: bool = False
-    shown: bool = True
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was done.
-
-    Attributes:
-        destination: where the result is.
-        tensors, bytes: of the whole result.
-        seconds: of this run.
-        resumed: bytes that earlier runs had done.
-        peak: largest anonymous memory of all processes on this host together, beyond the
-            interpreter's own.
-        memory: the bound on it.
-    """
-
-    destination: str
-    tensors: int
-    bytes: int
-    seconds: float
-    resumed: int
-    peak: int
-    memory: int
-
-    @property
-    def speed(self) -> float:
-        """Bytes per second of this run."""
-        return (self.bytes - self.resumed) / max(self.seconds, 1e-9)
 
 
 def convert(job: Job, destination: Path, limits: Limits, meter: Meter) -> Result:
@@ -264,8 +196,17 @@ class _Conversion:
                     notes.synced(report.worker)
                 own += sum(self.units[index].bytes for index, _ in report.places)
                 self.meter.note(report.worker, report.anonymous)
-            self.meter.sample(workers.pids)
+            self._check_memory(workers)
             progress.advance(own + self.hosts.beat(own))
+
+    def _check_memory(self, workers: Workers) -> None:
+        """Rather stop than use more than was allowed."""
+        now, bound = self.meter.sample(workers.pids), self.limits.memory // self.hosts.local_world
+        if now > bound:
+            raise RuntimeError(
+                f"the processes hold {show_bytes(now)}, more than the {show_bytes(bound)} that "
+                "--memory allows and more than the bridge's own model of it; resume with more"
+            )
 
     def _finish(self) -> None:
         """All units are written: make the result whole and put it in place."""

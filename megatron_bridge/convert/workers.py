@@ -21,6 +21,7 @@ from megatron_bridge.convert.journal import Place
 from megatron_bridge.convert.memory import anonymous_bytes
 from megatron_bridge.convert.plan import Unit
 from megatron_bridge.convert.sink import Writer
+from megatron_bridge.prefetch import lost, prefetch
 from megatron_bridge.source import Source
 
 STALL_SECONDS = 600.0
@@ -78,7 +79,13 @@ class _Task:
         assert tuple(tensor.shape) == shape, (unit, tensor.shape)
         assert tensor.dtype == unit.item.dtype, (unit, tensor.dtype)
         self.anonymous = max(self.anonymous, anonymous_bytes())
-        return self.writer.write(unit, tensor)
+        try:
+            return self.writer.write(unit, tensor)
+        except (OSError, ValueError) as error:
+            if prefetch(tensor):
+                raise
+            # What is written may be a view of the source's file: then it was reading that failed.
+            raise lost(unit.item.name) from error
 
 
 @dataclass
@@ -179,8 +186,6 @@ class Workers:
                 )
 
     def _what(self, worker: _Worker) -> str:
-        if not worker.batch:
-            return "any unit"
         more = f" and {len(worker.batch) - 1} more" if len(worker.batch) > 1 else ""
         return f"'{self._units[worker.batch[0]].item.name}'{more}"
 
@@ -191,7 +196,8 @@ class Workers:
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         return WorkerDied(
-            f"worker {worker.number} {how} while it converted {self._what(worker)}"
+            f"worker {worker.number} {how} while it "
+            f"{f'converted {self._what(worker)}' if worker.batch else 'waited for work'}"
             f"{_HINTS.get(code or 0, '')}"
         )
 

@@ -1,6 +1,7 @@
 """Conversions that are killed, stopped or run into a wall: DST is complete or absent, and
 `--resume` ends as if nothing had happened."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -57,7 +58,8 @@ def _cut_short(
         while process.running and _batches(destination) < batches:
             assert time.monotonic() < deadline
         if process.running:
-            hit(process)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended just now
+                hit(process)
         done = process.wait()
         if not destination.exists():
             return done
@@ -70,7 +72,8 @@ def _kill_parent(process: Running) -> None:
 
 
 def _kill_worker(process: Running) -> None:
-    os.kill(process.workers()[0], signal.SIGKILL)
+    for pid in process.workers()[:1]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _terminate(process: Running) -> None:
