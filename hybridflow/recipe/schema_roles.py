@@ -31,7 +31,7 @@ class ParallelSection(Section):
 
     def layout(self) -> ParallelLayout:
         """The same as the layout object of the engine."""
-        sizes = self.model_dump()
+        sizes: dict[str, Any] = self.model_dump()
         return ParallelLayout(**sizes | {"etp": None if self.etp == self.tp else self.etp})
 
 
