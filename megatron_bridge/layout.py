@@ -37,6 +37,9 @@ class ParallelLayout:
         vpp: model chunks of each pipeline rank (interleaved pipeline); 1: one.
         first_stage_layers, last_stage_layers: layers of the first and the last pipeline rank where
             they differ from the others'.
+
+    Raises:
+        ValueError: for a size that is not a whole number of at least 1.
     """
 
     tp: int = 1
@@ -47,6 +50,18 @@ class ParallelLayout:
     vpp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {field: getattr(self, field.name) for field in fields(self)}
+        bad = [
+            f"{field.name}={size!r}"
+            for field, size in given.items()
+            if not (_is_size(size) or (size is None and field.default is None))
+        ]
+        if bad:
+            raise ValueError(
+                f"parallel sizes are whole numbers of at least 1, {', '.join(bad)} is none"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "ParallelLayout":
@@ -220,6 +235,10 @@ class ParallelLayout:
             for cut in cuts
             if not cut.fits(sizes[cut.by])
         ]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _fitting(cuts: list[Any]) -> list[int]:

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 6,
+    "head_dim": 20,
     "vocab_size": 13,
     "num_experts": 4,
     "num_local_experts": 4,

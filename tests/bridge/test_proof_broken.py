@@ -125,7 +125,7 @@ def test_an_inverse_that_disagrees_is_named(monkeypatch):
 
     monkeypatch.setattr(Weight, "to_megatron", broken)
     faults = _faults(_config(QWEN), "tp=2,dp=2")
-    found = _named(faults, "model.layers.2.self_attn.v_proj.weight", (6, 0))
+    found = _named(faults, "model.layers.2.self_attn.v_proj.weight", (20, 0))
     assert len(faults) == 1 and found.ranks == (1, 3) and "exported from" in found.what
 
 

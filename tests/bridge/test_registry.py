@@ -1,7 +1,9 @@
 """The tables against HuggingFace's own models, and what they refuse."""
 
+import itertools
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -125,3 +127,37 @@ def test_ranks_are_placed_in_megatrons_order():
     assert places[0] == (0, 0, 0) and places[1] == (1, 0, 0)
     assert places[2] == (0, 1, 0) and places[6] == (0, 0, 1)
     assert len(set(places)) == 12
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0, True])
+@pytest.mark.parametrize("name", [field.name for field in fields(ParallelLayout)])
+def test_a_parallel_size_is_a_positive_whole_number(name, size):
+    with pytest.raises(ValueError, match=f"at least 1, {name}={size!r} is none"):
+        ParallelLayout(**{name: size})
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "dp", "ep", "vpp"])
+def test_a_parallel_size_is_not_null(name):
+    with pytest.raises(ValueError, match=f"{name}=None"):
+        ParallelLayout(**{name: None})  # type: ignore[arg-type]
+
+
+def test_every_layout_that_is_not_refused_gives_each_layer_one_place():
+    config = _config()
+    sizes = (None, 1, 2, 3, 4, 5)
+    accepted = 0
+    for pp, vpp, first, last in itertools.product((1, 2, 3, 4, 5), (1, 2, 4), sizes, sizes):
+        layout = ParallelLayout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+        if layout.problems(config):
+            continue
+        accepted += 1
+        places = {
+            layer: (stage, chunk)
+            for stage in range(pp)
+            for chunk in range(vpp)
+            for layer in layout.stage_layers(4, stage, chunk)
+        }
+        assert sorted(places) == [0, 1, 2, 3]
+        assert {stage for stage, _ in places.values()} == set(range(pp))
+        assert all(layout.stage_of(4, layer) == place for layer, place in places.items())
+    assert accepted > 10
