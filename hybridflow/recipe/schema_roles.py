@@ -32,7 +32,8 @@ class ParallelSection(Section):
     def layout(self) -> ParallelLayout:
         """The same as the layout object of the engine."""
         sizes: dict[str, Any] = self.model_dump()
-        return ParallelLayout(**sizes | {"etp": None if self.etp == self.tp else self.etp})
+        sizes["etp"] = None if self.etp == self.tp else self.etp
+        return ParallelLayout(**sizes)
 
 
 class ActorSection(Section):
