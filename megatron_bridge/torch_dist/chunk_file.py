@@ -17,8 +17,8 @@ from megatron_bridge.source import Ranges
 SUFFIX = ".distcp"
 # Torch aligns data to this inside an archive; aligned archives make aligned data.
 _ALIGNMENT = 64
-# One write() of Linux transfers at most about 2 GiB.
-_MOST_BYTES = 1 << 30
+# Of one write(). Larger ones make the kernel look for large pages, which takes longer than the copy.
+_MOST_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
