@@ -44,7 +44,7 @@ COPIED = (
 )
 # A rectangle that does not lie in one piece is put in order in pieces of this size.
 _PIECE_BYTES = 8 << 20
-# Of one write(). Larger ones make the kernel look for large pages, which takes longer than the copy.
+# Of one write(): for larger ones the kernel looks for large pages, longer than it copies.
 _MOST_BYTES = 128 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -17,7 +17,7 @@ from megatron_bridge.source import Ranges
 SUFFIX = ".distcp"
 # Torch aligns data to this inside an archive; aligned archives make aligned data.
 _ALIGNMENT = 64
-# Of one write(). Larger ones make the kernel look for large pages, which takes longer than the copy.
+# Of one write(): for larger ones the kernel looks for large pages, longer than it copies.
 _MOST_BYTES = 128 << 10
 
 
