@@ -3,10 +3,14 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megatron_bridge.registry import HfConfig, architecture, uncovered
+from torch import equal
+
+from megatron_bridge.registry import HfConfig, architecture, tied, uncovered
 from megatron_bridge.source import Source
 
 _SHOWN = 40
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024  # of a vocabulary, compared at a time
 
 
 def check_tensors(
@@ -16,7 +20,10 @@ def check_tensors(
     folder: str | Path,
     passed: Collection[str] = (),
 ) -> None:
-    """Compare names and shapes with the architecture's table.
+    """Compare names, shapes and kinds of numbers with the architecture's table.
+
+    Where the config ties the output layer to the embedding, and the checkpoint has both, their
+    values are compared too: transformers takes two that differ for two layers.
 
     Args:
         source: of HuggingFace tensors.
@@ -26,7 +33,8 @@ def check_tensors(
         passed: names that may be there and are not read.
 
     Raises:
-        ValueError: listing everything that is missing, unknown or of another shape.
+        ValueError: listing everything that is missing, unknown, of another shape, or of whole
+            numbers.
     """
     table, present = architecture(config), source.tensors()
     found = [f"'{name}' is missing" for name in expected if name not in present]
@@ -37,10 +45,36 @@ def check_tensors(
         shape = tuple(present[name].shape)
         if shape != expected[name]:
             found.append(f"'{name}' has shape {shape}, config.json asks for {expected[name]}")
+        elif not present[name].dtype.is_floating_point:
+            found.append(
+                f"'{name}' holds whole numbers ({present[name].dtype}): quantised weights, whose "
+                "meaning config.json does not say; use the model's bfloat16 checkpoint"
+            )
+    if tied(config) and not found and _EMBEDDING in expected and not _is_tied(source):
+        found.append(
+            f"'{_OUTPUT}' differs from '{_EMBEDDING}', and config.json ties them; set "
+            f"tie_word_embeddings to false there, or remove '{_OUTPUT}'"
+        )
     if found:
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         shown = "\n".join(f"- {one}" for one in found[:_SHOWN] + more)
         raise ValueError(f"{folder} does not fit its config.json:\n{shown}")
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether the checkpoint has no output layer of its own, or one that is the embedding."""
+    infos = source.tensors()
+    if _OUTPUT not in infos:
+        return True
+    embedding, output = infos[_EMBEDDING], infos[_OUTPUT]
+    if embedding.shape != output.shape:
+        return False
+    rows, width = embedding.shape
+    for start in range(0, rows, _ROWS):
+        ranges = ((start, min(start + _ROWS, rows)), (0, width))
+        if not equal(source.read(_EMBEDDING, ranges), source.read(_OUTPUT, ranges)):
+            return False
+    return True
 
 
 def _unknown(name: str, config: HfConfig) -> str:

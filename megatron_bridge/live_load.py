@@ -43,6 +43,11 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
     expected = huggingface_shapes(config)
     if fresh_head:
         del expected["score.weight"]
+    elif has_value_head(config) and "score.weight" not in source.tensors():
+        raise ValueError(
+            f"{folder} is a base model: 'score.weight' is missing; load it with fresh_head=True to "
+            "keep the model's own value head"
+        )
     check_tensors(source, config, expected, folder, passed={"lm_head.weight"} if fresh_head else ())
     with torch.no_grad():
         for held in parameters(model):
@@ -64,8 +69,11 @@ def load_hf_config(folder: str | Path) -> HfConfig:
 
 def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:
     """The config of a reward model or critic on a base model: ``scores`` numbers per token."""
-    name = architecture(hf_config).name.replace("ForCausalLM", "ForSequenceClassification")
-    fields = {"architectures": [name], "num_labels": scores, "tie_word_embeddings": False}
+    fields = {
+        "architectures": [architecture(hf_config).classifier_name],
+        "num_labels": scores,
+        "tie_word_embeddings": False,
+    }
     without = {k: v for k, v in hf_config.items() if k not in ("id2label", "label2id")}
     return {**without, **fields}
 

@@ -26,6 +26,8 @@ from megatron_bridge.sharding import Placement
 # temperature divides it.
 _PADDING_LOGIT = -1e30
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
 # One model, or its chunks on this pipeline rank.
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -63,7 +65,7 @@ def build_model(
         transformer_options: further arguments of TransformerConfig, such as recompute settings.
 
     Raises:
-        ValueError: when the config is not supported, or cannot be cut so.
+        ValueError: when the config is not supported, or cannot be cut so; for another dtype.
     """
     if layout.vpp != 1:
         raise ValueError(f"vpp={layout.vpp} makes several models a rank: use build_chunks")
@@ -80,6 +82,8 @@ def build_chunks(
     **transformer_options: Any,
 ) -> list[torch.nn.Module]:
     """``build_model`` for any ``layout.vpp``: this rank's model chunks, in order."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, _DTYPES))}")
     if layout != parallel.layout():
         raise ValueError(f"{layout} is not the {parallel.layout()} that this process runs in")
     config = translation.resolve(hf_config)

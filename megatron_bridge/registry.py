@@ -124,6 +124,7 @@ class Architecture:
         refusals: config.json -> further reasons why the model is not supported.
         gpt: config.json -> arguments of GPTModel; None: those of dense models.
         aliases: further names in ``architectures`` for the same tensors and computation.
+        classifier: transformers' class that ends in scores, where that is not named like ``name``.
         models: published models, for the documentation.
     """
 
@@ -141,7 +142,13 @@ class Architecture:
     refusals: Callable[[HfConfig], list[str]] = lambda _config: []
     gpt: Callable[[HfConfig], dict[str, Any]] | None = None
     aliases: tuple[str, ...] = ()
+    classifier: str | None = None
     models: str = ""
+
+    @property
+    def classifier_name(self) -> str:
+        """Of such a model that ends in scores, as in config.json's ``architectures``."""
+        return self.classifier or self.name.replace(_CAUSAL, CLASSIFICATION)
 
     def sizes(self, config: HfConfig) -> dict[str, int]:
         """The size of every axis that the rows name."""

@@ -117,6 +117,7 @@ ARCHITECTURES = (
         features=_features,
         refusals=_refusals,
         aliases=("Gemma3TextForCausalLM",),
+        classifier="Gemma3TextForSequenceClassification",
         models="Gemma 3 1B and text models of its class",
     ),
 )

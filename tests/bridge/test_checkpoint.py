@@ -1,5 +1,6 @@
 """Loading what is damaged, foreign or hostile; saving what transformers loads."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,49 @@ def test_a_rank_may_hold_nothing_but_padding_of_the_vocabulary(tmp_path):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 5}
     folder = tiny.save(tiny.model("llama", **sizes), tmp_path)
     assert all(run_ranks(_reload, 4, folder, ParallelLayout(tp=4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_whole_numbers_are_no_weights(folder, dtype):
+    name = "model.layers.1.self_attn.q_proj.weight"
+    _spoil(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert f"'{name}' holds whole numbers ({dtype})" in _error(folder)
+
+
+def _tie(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+
+
+def test_an_output_layer_of_its_own_is_not_tied_away(folder):
+    _tie(folder)
+    text = _error(folder)
+    assert "'lm_head.weight' differs from 'model.embed_tokens.weight'" in text
+    assert "tie_word_embeddings" in text
+
+
+def _load_tied(folder: Path) -> set[str]:
+    parallel.initialize(_ONE)
+    config = live.load_hf_config(folder)
+    model = live.build_model(config, _ONE, dtype=torch.float32)
+    live.load_weights(model, folder)
+    return {name for name, _ in live.export_weights(model, config)}
+
+
+def test_a_copy_of_the_tied_embedding_is_passed_over(folder):
+    _tie(folder)
+    embedding = "model.embed_tokens.weight"
+    _spoil(folder, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    (names,) = run_ranks(_load_tied, 1, folder)
+    assert embedding in names and "lm_head.weight" not in names
+
+
+def _build(folder: Path, dtype) -> None:
+    parallel.initialize(_ONE)
+    live.build_model(live.load_hf_config(folder), _ONE, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, "bfloat16"])
+def test_a_model_is_of_float32_or_bfloat16(source, dtype):
+    with pytest.raises(AssertionError, match=f"dtype={dtype} is not one of torch.float32"):
+        run_ranks(_build, 1, source, dtype)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
-from megatron_bridge import live
+from megatron_bridge import live, registry
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.runtime import parallel
-from tests.bridge import parity, tiny
+from tests.bridge import families_dense, families_moe, parity, tiny
 from tests.ranks import run_ranks
 
 LABELS = 3
@@ -127,3 +128,43 @@ def test_a_base_model_is_no_reward_model_by_itself(tmp_path):
     folder = tiny.save(tiny.model("llama"), tmp_path)
     with pytest.raises(AssertionError, match=r"'score.weight' is missing"):
         run_ranks(_without_saying_so, 1, folder)
+
+
+def _scores_and_export(folder: Path, layout: ParallelLayout) -> dict[str, Any]:
+    chunks = parity.build(folder, layout)
+    exported = {n: t.clone() for n, t in live.export_weights(chunks, live.load_hf_config(folder))}
+    packs = parity.packs(tiny.VOCABULARY)
+    return {"exported": exported, "scores": parity.run(chunks, packs, train=False)}
+
+
+OTHERS = {"gemma3": ParallelLayout(pp=2), "gpt_oss": ParallelLayout(tp=2, pp=2)}
+OTHERS |= dict.fromkeys(("mixtral", "deepseek_v3"), ParallelLayout(pp=2, tp=2, ep=2, etp=1))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_heads_on_other_families_with_tied_embeddings(kind, tmp_path):
+    """A tied embedding is held on the first stage alone: the last ends in scores."""
+    module = families_moe if kind in families_moe.CONFIGS else families_dense
+    config = module.model(kind).config
+    config.num_labels, config.tie_word_embeddings = LABELS, True
+    torch.manual_seed(11)
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager"
+    )
+    folder = tiny.save(model, tmp_path)
+    with torch.no_grad():
+        wanted = [_scores(model, pack) for pack in parity.packs(tiny.VOCABULARY)]
+    results = run_ranks(_scores_and_export, OTHERS[kind].world, folder, OTHERS[kind])
+    source = parity.read_all(folder)
+    assert results[0]["exported"].keys() == source.keys()
+    assert all(torch.equal(results[0]["exported"][name], source[name]) for name in source)
+    for found, reference in zip(results[-1]["scores"], wanted, strict=True):
+        torch.testing.assert_close(found[0], reference, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", registry.tables(), ids=lambda table: table.name)
+def test_a_fresh_heads_config_names_transformers_own_class(table):
+    made = live.with_value_head({"architectures": [table.name], "model_type": table.model_type})
+    names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    assert made["architectures"] == [names[table.model_type]]
+    assert registry.architecture(made) is table and registry.has_value_head(made)
