@@ -1,6 +1,7 @@
 """The bridge's commands: convert, inspect, diff, verify. Building them imports no torch."""
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -62,6 +63,8 @@ def _command(
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, prog: str) -> int:
     """The exit status; every failure is one message on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = run(args)
         sys.stdout.flush()
@@ -73,7 +76,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace,
         _say(prog, error)
         return 2
     except (OSError, RuntimeError) as error:
-        _say(prog, error)
+        _say(prog, _told(error))
         return 1
     except Terminated as ended:
         _say(prog, ended)
@@ -81,6 +84,14 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace,
     except KeyboardInterrupt:
         _say(prog, "interrupted")
         return 130
+
+
+def _told(error: OSError | RuntimeError) -> str:
+    """What went wrong; of the system's errors `PATH: No space left on device`, say."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        names = [error.filename, *([error.filename2] if error.filename2 is not None else [])]
+        return f"{' -> '.join(map(os.fsdecode, names))}: {error.strerror}"
+    return str(error)
 
 
 def _say(prog: str, message: object) -> None:
@@ -159,7 +170,8 @@ def _convert(args: argparse.Namespace) -> int:
 
     meter = Meter()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and means it
+            signal.signal(number, _terminate)
     request = Request(
         source=args.source,
         destination=args.destination,

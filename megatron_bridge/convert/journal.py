@@ -6,6 +6,7 @@ workers sync their files now and then and the journal notes that and is synced a
 earlier boot only what comes before such a note counts.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,9 @@ class Journal:
 
     def _add(self, entry: Mapping[str, Any]) -> None:
         # One call a line, so that a kill tears at most the last one.
-        self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        if self._file.write(line) != len(line):  # of a disk that fills up
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 
 
 def _end_torn_line(path: Path, file: Any) -> None:

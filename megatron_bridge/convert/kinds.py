@@ -41,6 +41,12 @@ def kind_of(path: Path) -> Kind:
     )
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a model or an adapter, whole or damaged."""
+    marks = ("config.json", "adapter_config.json", LATEST, "metadata.json")
+    return any((folder / name).is_file() for name in marks)
+
+
 def files_of(path: Path) -> list[Path]:
     """The files of a checkpoint whose change would change its tensors or what goes along."""
     found = reader.find(path) if path.is_dir() else None
@@ -50,6 +56,9 @@ def files_of(path: Path) -> list[Path]:
         return _files(path)
     return _files(found) + _files(found.parent / COMPANIONS)
 
+
+LATEST = "latest_checkpointed_iteration.txt"
+"""The file of a Megatron-LM save folder that names its latest checkpoint."""
 
 COMPANIONS = "huggingface"
 """The folder beside a Megatron checkpoint's own that holds config.json, tokenizer and the like."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_bridge.convert.journal import Place
-from megatron_bridge.convert.kinds import COMPANIONS
+from megatron_bridge.convert.kinds import COMPANIONS, LATEST
 from megatron_bridge.convert.plan import Item, Unit
 from megatron_bridge.convert.sources import CARRIED, Opened, Renamed, Together
 from megatron_bridge.huggingface.write import copy_others
@@ -21,7 +21,6 @@ from megatron_bridge.torch_dist.writer import ChunkFile, ChunkRecord, finish
 from megatron_bridge.views import HuggingFaceAsMegatron, chunks
 
 RELEASE = "release"
-LATEST = "latest_checkpointed_iteration.txt"
 LAYOUT = "bridge_layout"
 """The entry of common.pt with the layout that the chunks were cut for."""
 

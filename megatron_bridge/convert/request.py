@@ -101,12 +101,12 @@ def _check(request: Request) -> None:
     source, destination = request.source.resolve(), _absolute(request.destination)
     if source == destination or source in destination.parents or destination in source.parents:
         raise ValueError(f"DST {destination} and SRC {source} must not contain each other")
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(f"{destination} is a file; DST is a folder to make")
 
 
 def _absolute(destination: Path) -> Path:
     """DST itself may be absent, or a link that is to be replaced, not followed."""
+    if destination.name in ("", ".."):
+        return destination.resolve()
     return destination.parent.resolve() / destination.name
 
 

@@ -21,6 +21,7 @@ from megatron_bridge.convert.partial import (
 )
 from megatron_bridge.convert.plan import Unit, fingerprint, make_units
 from megatron_bridge.convert.progress import Progress
+from megatron_bridge.convert.signals import held
 from megatron_bridge.convert.sizes import show_bytes
 from megatron_bridge.convert.workers import Workers
 
@@ -28,6 +29,7 @@ _BATCH_SIZE = 4
 """Size of a batch in units of full size: small units are not worth a message each."""
 _BATCH_UNITS = 256
 _POLL_SECONDS = 0.02
+_ENDED = "ended before"
 
 
 def convert(job: Job, destination: Path, limits: Limits, meter: Meter) -> Result:
@@ -72,6 +74,7 @@ class _Conversion:
         self.units = make_units(job.sink.items, self.unit_bytes)
         self.total = sum(unit.bytes for unit in self.units)
         self.stamp = self._stamp()
+        self.ended = False
 
     def _unit_bytes(self) -> int:
         """From the bound; a resumed conversion keeps its units, which must fit the bound."""
@@ -101,40 +104,53 @@ class _Conversion:
     def run(self) -> Result:
         if self.hosts.rank == 0:
             self._claim()
-        workers = Workers(self.limits.workers, self.units, self.job.source, self._open_writer)
+        workers: Workers | None = None
         try:
+            with held():
+                workers = self._fork()
             self.hosts.connect()
             if self.hosts.rank == 0:
                 self._begin()
+            if not self._has_work():
+                return self._result(self.total)
             done = self._join()
             resumed = sum(self.units[index].bytes for index in done)
             self._convert(workers, done, resumed)
         finally:
-            workers.stop()
+            if workers is not None:
+                workers.stop()
         self.hosts.meet("converted", self.total)
         if self.hosts.rank == 0:
             self._finish()
         self.hosts.meet("finished", self.total)
         return self._result(resumed)
 
+    def _fork(self) -> Workers:
+        return Workers(self.limits.workers, self.units, self.job.source, self._open_writer)
+
     def _open_writer(self, run: int, worker: int) -> Any:
         return self.job.sink.open(self.partial.result, run, f"{self.hosts.rank}_{worker}")
 
     def _claim(self) -> None:
         """Refuse what cannot go well, before any process starts."""
-        self._check_places()
+        if not (self.limits.resume and self.partial.ended):
+            self.partial.check_destination(self.limits.overwrite)
         self.partial.lock()
-        self._check_places()  # another conversion may have held the lock
-
-    def _check_places(self) -> None:
-        self.partial.check_destination(self.limits.overwrite)
-        if self.limits.resume:
-            if self.partial.exists:
-                check_resumable(self.stamp, self.partial.stamp(), self.partial.folder)
-        else:
+        if self.limits.resume and self.partial.ended:
+            check_resumable(self.stamp, self.partial.stamp(), self.partial.folder)
+            self.ended = True
+            return
+        self.partial.check_destination(self.limits.overwrite)  # the lock's holder may have made it
+        if not self.limits.resume:
             self.partial.check_new()
+        elif self.partial.exists:
+            check_resumable(self.stamp, self.partial.stamp(), self.partial.folder)
 
     def _begin(self) -> None:
+        if self.ended:
+            self.partial.discard()
+            self.hosts.tell("begun", _ENDED)
+            return
         if not self.partial.exists:
             self.partial.begin()
             self._check_space(self.total)
@@ -150,10 +166,15 @@ class _Conversion:
                 f"needs {show_bytes(needed)}"
             )
 
+    def _has_work(self) -> bool:
+        """False when an earlier run had put the result in place."""
+        begun = self.hosts.ask("begun", "rank 0 to lay out the result")
+        if begun not in (self.stamp["units"], _ENDED):
+            raise ValueError("ranks see different sources or options; give all the same")
+        return begun != _ENDED
+
     def _join(self) -> dict[int, Place]:
         """Agree on what earlier runs did and open this run's journal."""
-        if self.hosts.ask("begun", "rank 0 to lay out the result") != self.stamp["units"]:
-            raise ValueError("ranks see different sources or options; give all the same")
         self.hosts.tell(f"boot/{self.hosts.rank}", journal.boot_id())
         boots = {
             self.hosts.ask(f"boot/{rank}", f"rank {rank} to start")
@@ -223,7 +244,7 @@ class _Conversion:
         self.job.sink.finish(self.partial.result, places)
         sync_files(self.partial.result)
         self.meter.sample([])
-        self.partial.put_in_place()
+        self.partial.put_in_place(self.limits.overwrite)
 
     def _result(self, resumed: int) -> Result:
         return Result(

@@ -14,6 +14,7 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_MOST = 2.0**63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -25,9 +26,10 @@ def parse_bytes(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(found.group(2).upper()) if found else None
-    if found is None or factor is None or not int(float(found.group(1)) * factor):
+    size = float(found.group(1)) * factor if found and factor else 0.0
+    if not 1 <= size < _MOST:
         raise ValueError(f"'{text}' is not a size; write it like 4GiB, 512MiB or 5GB")
-    return int(float(found.group(1)) * factor)
+    return int(size)
 
 
 def show_bytes(count: int | float) -> str:

@@ -136,6 +136,8 @@ def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
     assert folder is not None
     companions = config_folder or folder.parent / COMPANIONS
     if not (companions / "config.json").is_file():
+        if config_folder is not None:
+            raise ValueError(f"--config {config_folder} is no folder with a config.json")
         raise ValueError(
             f"{path} does not say which model it is: give the HuggingFace folder with its "
             "config.json and tokenizer as --config"

@@ -20,6 +20,7 @@ import torch
 from megatron_bridge.convert.journal import Place
 from megatron_bridge.convert.memory import anonymous_bytes
 from megatron_bridge.convert.plan import Unit
+from megatron_bridge.convert.signals import held
 from megatron_bridge.convert.sink import Writer
 from megatron_bridge.prefetch import lost, prefetch
 from megatron_bridge.source import Source
@@ -29,6 +30,7 @@ STALL_SECONDS = 600.0
 SYNC_SECONDS = 30.0
 """How often a worker brings its files to the disk."""
 _STOP_SECONDS = 10.0
+_SIGNAL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 2**30
@@ -118,13 +120,17 @@ class Workers:
         self._units = units
         self._workers: list[_Worker] = []
         context = multiprocessing.get_context("fork")
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, units, source, open_writer, number, os.getpid())
-            process = context.Process(target=_main, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append(_Worker(number, process, ours))
+        try:
+            for number in range(count):
+                ours, theirs = context.Pipe()
+                arguments = (theirs, units, source, open_writer, number, os.getpid())
+                process = context.Process(target=_main, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(number, process, ours))
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -192,6 +198,8 @@ class Workers:
     def _death(self, worker: _Worker) -> WorkerDied:
         worker.process.join(_STOP_SECONDS)
         code = worker.process.exitcode
+        if code == -signal.SIGTERM:
+            time.sleep(_SIGNAL_SECONDS)  # sent to all of us: the parent's own is the better story
         how = f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -203,11 +211,12 @@ class Workers:
 
     def stop(self) -> None:
         """End all workers now, whatever they do."""
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join(_STOP_SECONDS)
-            worker.connection.close()
+        with held():
+            for worker in self._workers:
+                worker.process.kill()
+            for worker in self._workers:
+                worker.process.join(_STOP_SECONDS)
+                worker.connection.close()
 
 
 _HINTS = {
@@ -258,6 +267,7 @@ def _keep_buffers() -> None:
 def _die_with_parent(parent: int) -> None:
     """Signals of the terminal are the parent's business; its death, however it comes, is ours."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

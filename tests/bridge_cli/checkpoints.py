@@ -37,13 +37,15 @@ class Done:
 class Running:
     """A command at work."""
 
-    def __init__(self, arguments: tuple[Any, ...], limits: dict[int, int], folder: str) -> None:
+    def __init__(
+        self, arguments: tuple[Any, ...], limits: dict[int, int], ignored: int | None, folder: str
+    ) -> None:
         self._folder = Path(folder)
         paths = [str(self._folder / name) for name in ("output", "error")]
         for path in paths:
             Path(path).touch()
         words = [str(argument) for argument in arguments]
-        self._process = _SERVER.Process(target=_run, args=(words, limits, *paths))
+        self._process = _SERVER.Process(target=_run, args=(words, limits, ignored, *paths))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -72,26 +74,33 @@ class Running:
         return Done(self._process.exitcode, output, error)
 
 
-def _run(words: list[str], limits: dict[int, int], output: str, error: str) -> None:
+def _run(
+    words: list[str], limits: dict[int, int], ignored: int | None, output: str, error: str
+) -> None:
     """The child's side: the command with its own stdout and stderr."""
     for number, path in ((1, output), (2, error)):
         os.dup2(os.open(path, os.O_WRONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     from megatron_bridge.cli import main
 
     sys.exit(main(words))
 
 
-def start(*arguments: Any, limits: dict[int, int] | None = None) -> Running:
+def start(
+    *arguments: Any, limits: dict[int, int] | None = None, ignored: int | None = None
+) -> Running:
     """Start the command.
 
     Args:
         arguments: of the command line.
         limits: resource limits, as `resource` names them.
+        ignored: a signal that is ignored when it starts, as nohup does.
     """
-    return Running(arguments, limits or {}, tempfile.mkdtemp())
+    return Running(arguments, limits or {}, ignored, tempfile.mkdtemp())
 
 
 def command(*arguments: Any, **options: Any) -> Done:

@@ -80,6 +80,17 @@ def _terminate(process: Running) -> None:
     process.send(signal.SIGTERM)
 
 
+def _hang_up(process: Running) -> None:
+    """A terminal that closes tells all."""
+    for pid in (*process.workers(), process.pid):
+        os.kill(pid, signal.SIGHUP)
+
+
+def _end_all(process: Running) -> None:
+    for pid in (*process.workers(), process.pid):
+        os.kill(pid, signal.SIGTERM)
+
+
 def _interrupt(process: Running) -> None:
     process.send(signal.SIGINT)
 
@@ -109,6 +120,8 @@ def test_it_may_be_killed_again_and_again(source, tmp_path):
     [
         (_kill_worker, 1, "was killed by SIGKILL while it converted"),
         (_terminate, 143, "ended by SIGTERM"),
+        (_end_all, 143, "ended by SIGTERM"),
+        (_hang_up, 129, "ended by SIGHUP"),
         (_interrupt, 130, "interrupted"),
     ],
 )
