@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Ten
 
     Collective: every rank calls it and exhausts it; the other ranks yield nothing. One parameter
     travels at a time. A yielded tensor may share the live parameter's memory: copy it before the
-    model changes.
+    model changes. No exchange waits longer than the timeout that ``init_process_group`` was given.
 
     Args:
         model: from ``build_model``, wrapped or not; or the chunks of ``build_chunks``.
@@ -29,6 +30,7 @@ def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Ten
 
     Raises:
         ValueError: for a parameter that no row covers, or when the config is not the model's.
+        RuntimeError: a peer's process ended or did not come; names what was on its way.
     """
     config = translation.resolve(hf_config)
     made = origin(model)
@@ -47,7 +49,8 @@ def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Ten
                 tensor = _receive(weight, owner, held, where, made.dtype)
                 yield from unfinished.add(weight, owner, len(owners), tensor, where)
         elif any(owner.rank == dist.get_rank() for owner in owners):
-            dist.send(held[weight.key, weight.expert].contiguous(), dst=0)
+            with _naming(weight, "to rank 0"):
+                dist.send(held[weight.key, weight.expert].contiguous(), dst=0)
     assert dist.get_rank() != 0 or not unfinished.left, unfinished.left.keys()
 
 
@@ -77,8 +80,21 @@ def _receive(
         return held[weight.key, weight.expert]
     shape = local_shape(weight, where.tensor_parallel(weight))
     tensor = torch.empty(shape, dtype=dtype_of(weight, dtype), device=device.device())
-    dist.recv(tensor, src=owner.rank)
+    with _naming(weight, f"from rank {owner.rank}"):
+        dist.recv(tensor, src=owner.rank)
     return tensor
+
+
+@contextmanager
+def _naming(weight: Weight, way: str) -> Iterator[None]:
+    """Says what an exchange that fails was about."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"exporting '{weight.key}' {way} failed: that rank's process has ended, or it did not "
+            f"come within the timeout of init_process_group ({error})"
+        ) from error
 
 
 class _Unfinished:

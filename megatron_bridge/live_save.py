@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge import translation
+from megatron_bridge.huggingface.folder import CONFIG
 from megatron_bridge.huggingface.quantized import plain_config
 from megatron_bridge.huggingface.write import SHARD_BYTES, SafetensorsFolder
 from megatron_bridge.live_export import export_weights, weight_dtypes
@@ -17,6 +18,7 @@ from megatron_bridge.live_load import load_hf_config
 from megatron_bridge.live_model import Model, origin
 from megatron_bridge.mappings import huggingface_shapes
 from megatron_bridge.registry import HfConfig, has_value_head
+from megatron_bridge.runtime import device
 from megatron_bridge.source import TensorInfo, whole
 
 
@@ -30,7 +32,8 @@ def save_pretrained(
     """Write the model's weights, config, tokenizer and generation settings to ``destination``.
 
     Collective: every rank calls it; rank 0 writes. It returns once the folder is in place. A folder
-    that was there before is replaced at the end, and stays whole until then.
+    that was there before is replaced at the end, and stays whole until then. Where rank 0 cannot
+    write, every rank raises.
 
     Args:
         model: from ``build_model``, wrapped or not.
@@ -39,7 +42,10 @@ def save_pretrained(
         shard_bytes: most bytes of one safetensors file.
 
     Raises:
-        ValueError: when ``source_folder`` has no config.json, or holds ``destination``'s own files.
+        ValueError: when ``source_folder`` has no config.json; on rank 0, when ``destination`` is
+            something else than a model that may be replaced.
+        OSError: on rank 0, when it cannot write.
+        RuntimeError: on the other ranks, when rank 0 failed; or a peer's process ended.
     """
     source, destination = Path(source_folder), Path(destination)
     config, made = load_hf_config(source), origin(model)
@@ -47,11 +53,26 @@ def save_pretrained(
         config = made.hf_config  # a head on a base model
     weights = export_weights(model, config)
     if dist.get_rank() == 0:
-        _write(weights, source, destination, config, made.dtype, shard_bytes)
-    else:
-        for _ in weights:
-            raise AssertionError("only rank 0 receives weights")
-    dist.barrier()
+        try:
+            _write(weights, source, destination, config, made.dtype, shard_bytes)
+        except Exception:
+            for _ in weights:
+                pass  # peers are sending: they come to the end, and learn of it there
+            _all_learn(failed=True)
+            raise
+        _all_learn(failed=False)
+        return
+    for _ in weights:
+        raise AssertionError("only rank 0 receives weights")
+    if _all_learn(failed=False):
+        raise RuntimeError(f"rank 0 could not write {destination}; its own error says why")
+
+
+def _all_learn(*, failed: bool) -> bool:
+    """Whether rank 0 failed; every rank returns once it has said so."""
+    told = torch.tensor([failed], dtype=torch.int32, device=device.device())
+    dist.broadcast(told, src=0)
+    return bool(told.item())
 
 
 def _write(
@@ -62,6 +83,7 @@ def _write(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
+    _check_replaceable(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     aside = destination.with_name(f".{destination.name}.writing-{os.getpid()}")
     aside.mkdir()
@@ -76,6 +98,21 @@ def _write(
         _put_in_place(aside, destination)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_replaceable(destination: Path) -> None:
+    """Refuse to remove what is no export: a file, or a folder of other things."""
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise ValueError(f"{destination} is a file or a link; name a folder for the export")
+    entries = list(destination.iterdir()) if destination.exists() else []
+    inside = sorted(entry.name for entry in entries if entry.is_dir())
+    model = any(one.name == CONFIG or one.suffix == ".safetensors" for one in entries)
+    if inside or (entries and not model):
+        what = f"holds the folder '{inside[0]}'" if inside else "holds files, and no model"
+        raise ValueError(
+            f"{destination} {what}, and an export replaces the whole folder; name another, or "
+            "empty it"
+        )
 
 
 def _infos(config: HfConfig, dtype: torch.dtype) -> dict[str, TensorInfo]:

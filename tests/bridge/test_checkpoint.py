@@ -1,7 +1,10 @@
 """Loading what is damaged, foreign or hostile; saving what transformers loads."""
 
 import json
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +169,7 @@ def test_sharded_folders_load_at_other_layouts(tmp_path):
 
 
 def test_a_rank_may_hold_nothing_but_padding_of_the_vocabulary(tmp_path):
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 5}
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 5}
     folder = tiny.save(tiny.model("llama", **sizes), tmp_path)
     assert all(run_ranks(_reload, 4, folder, ParallelLayout(tp=4)))
 
@@ -215,3 +218,80 @@ def _build(folder: Path, dtype) -> None:
 def test_a_model_is_of_float32_or_bfloat16(source, dtype):
     with pytest.raises(AssertionError, match=f"dtype={dtype} is not one of torch.float32"):
         run_ranks(_build, 1, source, dtype)
+
+
+_LAYOUT = ParallelLayout(tp=2, pp=2)
+
+
+def _refused(source: Path, target: Path) -> str:
+    """The error that this rank gets, and then a collective that all ranks still take part in."""
+    parallel.initialize(_LAYOUT)
+    model = live.build_model(live.load_hf_config(source), _LAYOUT, dtype=torch.float32)
+    live.load_weights(model, source)
+    with pytest.raises((ValueError, OSError, RuntimeError)) as error:
+        live.save_pretrained(model, source, target)
+    dist.barrier()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def _own_things(folder: Path) -> Path:
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "thesis.tex").write_text("years of work")
+    return folder
+
+
+def _notes(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "notes.txt").write_text("kept")
+    return folder
+
+
+def _file(path: Path) -> Path:
+    path.write_text("kept")
+    return path
+
+
+def _under_a_file(path: Path) -> Path:
+    return _file(path) / "export"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_own_things, "ValueError: .* holds the folder 'sub'"),
+        (_notes, "ValueError: .* holds files, and no model"),
+        (_file, "ValueError: .* is a file or a link"),
+        (_under_a_file, "(FileExists|NotADirectory)Error"),
+    ],
+)
+def test_where_rank_0_cannot_write_every_rank_learns_and_nothing_is_lost(
+    source, tmp_path, make, message
+):
+    target = make(tmp_path / "target")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    first, *others = run_ranks(_refused, 4, source, target)
+    assert re.match(message, first), first
+    assert all(text.startswith("RuntimeError: rank 0 could not write") for text in others)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def _die(source: Path, victim: int) -> None:
+    parallel.initialize(_LAYOUT)
+    config = live.load_hf_config(source)
+    model = live.build_model(config, _LAYOUT, dtype=torch.float32)
+    if dist.get_rank() == victim:
+        os._exit(1)
+    for _ in live.export_weights(model, config):
+        pass
+    raise AssertionError("an export without one of its ranks")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_export_without_one_of_its_ranks_ends_and_says_what_it_waited_for(source, victim):
+    with pytest.raises(AssertionError) as error:
+        run_ranks(_die, 4, source, victim)
+    way = "to rank 0" if victim == 0 else "from rank 2"
+    assert re.search(
+        f"exporting '.*' {way} failed: that rank's process has ended", str(error.value)
+    )
+    assert "had not finished" not in str(error.value)
