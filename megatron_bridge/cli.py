@@ -72,12 +72,12 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace,
     except BrokenPipeError:  # whoever read the output, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ValueError as error:
-        _say(prog, error)
-        return 2
     except (OSError, RuntimeError) as error:
         _say(prog, _told(error))
         return 1
+    except ValueError as error:
+        _say(prog, error)
+        return 2
     except Terminated as ended:
         _say(prog, ended)
         return 128 + ended.number

@@ -46,6 +46,9 @@ def _text(value: Any) -> bool:
 
 _Kind = tuple[str, Callable[[Any], bool]]
 _SIZE: _Kind = ("a whole number of at least 1", _size)
+# What is gone through one by one: a damaged file must not make that endless.
+_MOST = 10_000
+_SOME: _Kind = (f"a whole number from 1 to {_MOST:,}", lambda v: _size(v) and v <= _MOST)
 _COUNT: _Kind = ("a whole number of at least 0", lambda value: _whole(value) and value >= 0)
 _WHOLE: _Kind = ("a whole number", _whole)
 _NUMBER: _Kind = ("a number", _number)
@@ -63,9 +66,6 @@ _KINDS: dict[str, _Kind] = {
             "head_dim",
             "max_position_embeddings",
             "original_max_position_embeddings",
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
             "n_shared_experts",
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
@@ -81,6 +81,9 @@ _KINDS: dict[str, _Kind] = {
             "num_labels",
         ),
         _SIZE,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), _SOME
     ),
     **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), _COUNT),
     **dict.fromkeys(("sliding_window", "num_experts_per_tok", "experts_per_token"), _WHOLE),

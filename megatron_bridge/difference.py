@@ -51,6 +51,8 @@ class Comparison:
         differences: tensors that differ by more than the tolerance, or in shape or dtype.
         compared: how many tensors both have.
         max_absolute, max_relative: over all compared tensors, within the tolerance or not.
+        bitwise: all bits agree; False as well where only the sign of a zero or the bits of a NaN
+            differ, which are no different numbers.
     """
 
     a: str
@@ -61,6 +63,7 @@ class Comparison:
     compared: int = 0
     max_absolute: float = 0.0
     max_relative: float = 0.0
+    bitwise: bool = True
 
     @property
     def equal(self) -> bool:
@@ -151,36 +154,51 @@ def _compare_tensor(
     if infos[0].shape != infos[1].shape:
         difference.shapes = (list(infos[0].shape), list(infos[1].shape))
     else:
-        _measure(difference, sources, infos[0].shape)
+        found.bitwise &= _measure(difference, sources, infos[0].shape)
         found.max_absolute = max(found.max_absolute, difference.max_absolute or 0.0)
         found.max_relative = max(found.max_relative, difference.max_relative or 0.0)
     if difference.dtypes or difference.shapes or (difference.max_relative or 0.0) > tolerance:
         found.differences.append(difference)
+        found.bitwise = False
 
 
 def _measure(
     difference: Difference, sources: tuple[Source, Source], shape: tuple[int, ...]
-) -> None:
+) -> bool:
+    """Fill in the numbers; returns whether all bits agree."""
     absolute = largest = 0.0
+    bitwise = True
     for ranges in cut(whole(shape), _PIECE_ELEMENTS) if math.prod(shape) else ():
         a, b = (source.read(difference.name, ranges) for source in sources)
-        if a.dtype == b.dtype and torch.equal(a, b):
+        if _same_bits(a, b):
             largest = max(largest, _largest(a.double()))
             continue
-        a, b = a.double(), b.double()
+        bitwise = False
         distance = _distance(a, b)
         difference.elements += int(torch.count_nonzero(distance))
         absolute = max(absolute, float(distance.max()))
-        largest = max(largest, _largest(a), _largest(b))
+        largest = max(largest, _largest(a.double()), _largest(b.double()))
     difference.max_absolute = absolute
     difference.max_relative = _relative(absolute, largest)
+    return bitwise
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     """Per element; equal infinities and two NaNs are 0 apart, anything else odd is infinite."""
-    same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a - b).abs()
+    one, other = a.double(), b.double()
+    distance = (one - other).abs()
     distance = torch.where(distance.isfinite(), distance, torch.inf)
+    same = (one == other) | (one.isnan() & other.isnan())
+    if a.dtype == b.dtype and not a.is_floating_point():
+        same = a == b  # float64 cannot tell neighbours among large whole numbers apart
+        distance = distance.clamp(min=1.0)
     return torch.where(same, 0.0, distance)
 
 
@@ -211,11 +229,15 @@ def text(found: Comparison) -> str:
     if len(lines) > _SHOWN:
         lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more (all with --json)"]
     verdict = "equal" if found.equal else "different"
+    if found.equal and found.bitwise:
+        verdict = "equal bit for bit"
     lines.append(
         f"{verdict}: {found.compared} tensors compared, {len(found.differences)} differ, "
         f"{len(found.only_in_a)} only in A, {len(found.only_in_b)} only in B; largest difference "
         f"{found.max_absolute:.3g}, relative {found.max_relative:.3g}"
     )
+    if found.equal and not found.bitwise and not found.max_absolute:
+        lines.append("not bit for bit: zeros differ in sign, or NaNs in their bits")
     return "\n".join(lines)
 
 

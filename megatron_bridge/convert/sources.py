@@ -111,7 +111,8 @@ def _open_huggingface(path: Path, dtype: torch.dtype | None, needs_table: bool) 
     folder = HuggingFaceFolder(path)
     config = folder.config()
     base = Prefetched(folder)
-    plain = dtype or torch.bfloat16
+    # Cast does the rest: it tells when float16 cannot hold a number.
+    plain = torch.float32 if dtype is torch.float16 else dtype or torch.bfloat16
     source = dequantized(base, config, plain)
     if source is not base:
         config = plain_config(config, plain)
@@ -207,8 +208,32 @@ class Cast:
         return self._infos
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
-        """A rectangle of one, cast."""
-        return self._source.read(name, ranges).to(self._infos[name].dtype)
+        """A rectangle of one, cast.
+
+        Raises:
+            ValueError: when the dtype cannot hold a number: infinity instead would ruin the model.
+        """
+        held = self._source.read(name, ranges)
+        cast = held.to(self._infos[name].dtype)
+        if cast.is_floating_point() and cast.dtype != held.dtype and _has_odd(cast):
+            lost = cast.isinf() & held.isfinite()
+            if lost.any():
+                raise ValueError(_overflow(name, held[lost], cast.dtype))
+        return cast
+
+
+def _has_odd(tensor: Tensor) -> bool:
+    """Whether it has infinities or NaNs; takes no memory."""
+    return tensor.numel() > 0 and not all(end.isfinite() for end in tensor.aminmax())
+
+
+def _overflow(name: str, lost: Tensor, dtype: torch.dtype) -> str:
+    told = str(dtype).removeprefix("torch.")
+    return (
+        f"'{name}' has numbers up to {float(lost.abs().max()):.6g}, and {told} ends at "
+        f"{torch.finfo(dtype).max:.6g}: they would become infinite; choose another --dtype "
+        "(bfloat16 reaches as far as float32)"
+    )
 
 
 def _cast(name: str, held: torch.dtype, wanted: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.archive import refuse_compressed
 from megatron_bridge.huggingface.safetensors_file import DTYPE_NAMES, inside, listed
 from megatron_bridge.source import Ranges, TensorInfo
 
@@ -43,6 +44,7 @@ class PickleFile:
 def _load(path: Path) -> dict[str, Tensor]:
     with open(path, "rb"):  # an OSError of its own; what torch says of it varies
         pass
+    refuse_compressed(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:

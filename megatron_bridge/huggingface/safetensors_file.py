@@ -100,6 +100,18 @@ def inside(shape: tuple[int, ...], ranges: Ranges) -> bool:
     )
 
 
+class _Twice(ValueError):
+    """A JSON object has a key twice; Python would keep the last and say nothing."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        raise _Twice(next(_short(k) for k, _ in pairs if k in seen or seen.add(k)))
+    return found
+
+
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, where the data starts and the data's size, both in bytes."""
     with open(path, "rb") as file:
@@ -117,7 +129,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             )
         text = file.read(length)
     try:
-        header = json.loads(text.decode("utf-8"))
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+    except _Twice as error:
+        raise ValueError(f"the header of {path} names {error} twice; fetch it again") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the header of {path} is not JSON: {error}; fetch it again") from error
     if not isinstance(header, dict):

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_bridge.huggingface.folder import CONFIG, INDEX
 from megatron_bridge.huggingface.safetensors_file import (
     DTYPE_NAMES,
+    METADATA,
     SafetensorsFile,
     inside,
     listed,
@@ -233,6 +234,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
+    if METADATA in tensors:
+        raise ValueError(f"safetensors cannot hold a tensor named '{METADATA}'; rename it")
     bad = [f"'{n}' ({i.dtype})" for n, i in tensors.items() if i.dtype not in DTYPE_NAMES]
     if bad:
         raise ValueError(f"safetensors has no such dtypes: {listed(bad, ', ')}")
@@ -241,21 +244,27 @@ def _check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ValueError(
+        raise Unwritable(
             f"{folder} needs {needed} bytes ({needed / 1e9:.1f} GB) and the disk has {free} free "
             f"({free / 1e9:.1f} GB); make room or choose another place"
         )
 
 
-def _explained(error: OSError, path: Path, needed: int | None) -> ValueError:
+class Unwritable(OSError, ValueError):
+    """The system does not write: the disk is full, say. Its text tells where and why."""
+
+
+def _explained(error: OSError, path: Path, needed: int | None) -> Unwritable:
     """One line for what the system reports as a number."""
+    if isinstance(error, Unwritable):
+        return error
     where = Path(error.filename) if error.filename else path
     if error.errno in _FULL:
         what = f"; {needed} bytes more are needed there" if needed else ""
-        return ValueError(f"the disk is full, {where} cannot be written{what}; make room")
+        return Unwritable(f"the disk is full, {where} cannot be written{what}; make room")
     if error.errno in _DENIED:
-        return ValueError(f"no permission to write {where}")
-    return ValueError(f"{where} cannot be written: {error.strerror or error}")
+        return Unwritable(f"no permission to write {where}")
+    return Unwritable(f"{where} cannot be written: {error.strerror or error}")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

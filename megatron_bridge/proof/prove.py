@@ -25,6 +25,8 @@ from megatron_bridge.proof.report import Report
 from megatron_bridge.registry import HfConfig, architecture, tied
 
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST_RANKS = 100_000
+"""Each is looked at; beyond this it would take hours."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
@@ -48,8 +50,11 @@ def prove(
         limit: faults to describe; the rest is counted.
 
     Raises:
-        ValueError: when the model is not supported, cannot be cut so, or for an unknown dtype.
+        ValueError: when the model is not supported, cannot be cut so, for an unknown dtype or for
+            more than `MOST_RANKS`.
     """
+    if layout.world > MOST_RANKS:
+        raise ValueError(f"{layout} has {layout.world:,} ranks; at most {MOST_RANKS:,} are proven")
     if dtype not in _ITEM_BYTES:
         raise ValueError(f"'{dtype}' is no dtype here; choose from {', '.join(_ITEM_BYTES)}")
     config = translation.resolve(hf_config)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.archive import refuse_compressed
 from megatron_bridge.source import Ranges, TensorInfo
 from megatron_bridge.torch_dist import metadata
 from megatron_bridge.torch_dist.archives import DAMAGE, Data, locate, reason
@@ -141,6 +142,7 @@ class TorchDist:
         path = self.folder / metadata.COMMON
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint is incomplete; copy it again")
+        refuse_compressed(path)
         try:
             common = torch.load(path, map_location="cpu", weights_only=True)
         except DAMAGE as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,6 +228,13 @@ def test_a_header_may_not_be_endless(tmp_path):
     assert "the format allows 100000000" in _error(tmp_path)
 
 
+def test_a_header_may_not_name_a_tensor_twice(tmp_path):
+    entry = '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    text = f"{{{entry},{entry}}}".encode()
+    (_config(tmp_path) / _ONE).write_bytes(len(text).to_bytes(8, "little") + text + b"1")
+    assert "names 'a' twice" in _error(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "sub/x-1.safetensors", "..", "", "a\0"])
 def test_an_index_cannot_leave_its_folder(folder, name):
     _index(folder, {"a": name, "b": "gone.safetensors"})
@@ -336,6 +344,18 @@ def test_a_damaged_or_old_pickle_is_refused(tmp_path):
     assert "from before 1.6" in _error(tmp_path)
     path.write_bytes(b"")
     assert str(path) in _error(tmp_path)
+
+
+def test_a_compressed_pickle_is_refused(tmp_path):
+    """It could unpack to more than the memory holds."""
+    path = _config(tmp_path) / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1000)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    assert "is compressed" in _error(tmp_path)
 
 
 def test_safetensors_reads_the_same(folder):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +218,15 @@ def test_a_rectangle_or_a_tensor_that_is_not_there(folder):
         source.read("t", ((0, 7), (0, 4)))
     with pytest.raises(ValueError, match="has no tensor 'v'"):
         source.read("v", ())
+
+
+def test_a_compressed_common_file_is_refused(folder):
+    """It could unpack to more than the memory holds."""
+    path = folder / "common.pt"
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    with pytest.raises(ValueError, match="is compressed"):
+        TorchDist(folder).common()

@@ -107,6 +107,7 @@ def test_an_existing_destination_is_replaced_only_when_told(source, tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     (there / "precious").write_text("mine")
+    (there / "config.json").write_text("{}")  # nothing but a checkpoint is ever replaced
     assert "--overwrite" in fail("convert", source, there)
     assert (there / "precious").read_text() == "mine"
     succeed("convert", source, there, "--overwrite")
@@ -119,6 +120,7 @@ def test_an_existing_destination_is_replaced_only_when_told(source, tmp_path):
     [
         (("--workers", 0), "--workers is at least 1"),
         (("--memory", "lots"), "'lots' is not a size"),
+        (("--memory", "9" * 400 + "GiB"), "is not a size"),
         (("--memory", "8MiB"), "the least that works is"),
         (("--parallel", "tp=3"), "tp=3 does not divide"),
         (("--parallel", "tpp=2"), "did you mean 'tp'"),
@@ -169,3 +171,29 @@ def test_the_source_is_left_as_it_was(source, megatron):
     succeed("inspect", source)
     succeed("diff", source, megatron)
     assert contents(source) == before
+
+
+@pytest.mark.parametrize("to", ["megatron", "huggingface"])
+def test_a_cast_that_cannot_hold_a_number_is_an_error(tmp_path, to):
+    source = write_qwen3(tmp_path / "source", files=1)
+    file = source / "model-00001-of-00001.safetensors"
+    held = load_file(file)
+    held["model.norm.weight"][:3] = torch.tensor([7e4, float("nan"), float("inf")])
+    save_file(held, file)
+    arguments = ("convert", source, tmp_path / "there", "--to", to, "--dtype")
+    error = fail(*arguments, "float16")
+    assert "'model.norm.weight' has numbers up to 70000" in error
+    shutil.rmtree(tmp_path / ".there.partial")
+    succeed(*arguments, "bfloat16")
+    held["model.norm.weight"][0] = 0.0
+    save_file(held, file)
+    succeed(*arguments, "float16", "--overwrite")  # what was infinite before may stay
+
+
+def test_a_name_that_safetensors_cannot_hold(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"architectures": ["Unknown"], "model_type": "unknown"}')
+    torch.save({"__metadata__": torch.ones(2)}, source / "pytorch_model.bin")
+    error = fail("convert", source, tmp_path / "there", "--to", "huggingface")
+    assert "cannot hold a tensor named '__metadata__'" in error

@@ -110,3 +110,28 @@ def test_verify(source, tmp_path):
     assert "does not exist" in fail("verify", tmp_path, "--parallel", "tp=1")
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in fail("verify", tmp_path, "--parallel", "tp=1")
+
+
+def test_diff_tells_equal_numbers_from_equal_bits(source, tmp_path):
+    zero = _changed(source, tmp_path / "zero", lambda t: t[_NORM].zero_())
+    negative = _changed(source, tmp_path / "negative", lambda t: t[_NORM].zero_().neg_())
+    assert _diff(0, zero, zero)["bitwise"]
+    assert not _diff(0, zero, negative)["bitwise"]
+    assert "equal bit for bit" in succeed("diff", zero, zero)
+    assert "zeros differ in sign" in succeed("diff", zero, negative)
+
+
+def test_diff_tells_neighbours_among_whole_numbers_apart(tmp_path):
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file, last in zip(files, (2**53, 2**53 + 1), strict=True):
+        save_file({"n": torch.tensor([2**53, last])}, file)
+    assert _diff(1, *files)["differences"][0]["elements"] == 1
+
+
+def test_a_config_with_absurd_numbers_ends_at_once(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "num_hidden_layers": 10**30}))
+    assert "num_hidden_layers" in fail("verify", file, "--parallel", "tp=1")
+    file.write_text(json.dumps(config))
+    assert "at most" in fail("verify", file, "--parallel", "dp=1000000")
