@@ -4,8 +4,8 @@ import json
 import os
 import random
 import zipfile
-from argparse import Namespace
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_a_class_that_a_file_changes_is_its_own(folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(Attack, "posix.system"), (lambda _: Namespace(lr=1), "argparse.Namespace")]
+    ("make", "name"), [(Attack, "posix.system"), (lambda _: Fraction(1, 3), "fractions.Fraction")]
 )
 def test_a_common_file_with_classes_is_refused(folder, make, name, tmp_path):
     trace = tmp_path / "it ran"
