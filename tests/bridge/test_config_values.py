@@ -161,30 +161,35 @@ def test_what_transformers_computes_otherwise_is_refused(name, fields, message):
         translation.resolve(_config(name, **fields))
 
 
-# Read from other fields, or in a form of their own, where absent.
-_DERIVED = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
+# No weights are made of these; every table's own number of key-value heads divides 32.
+_LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "vocab_size": 131,
+}
+
+
+def _meaning(config: dict[str, Any]) -> dict[str, Any]:
+    made = translation.resolve(config)
+    return {
+        "sizes": registry.architecture(made).sizes(made),
+        "rows": [row.megatron for row in registry.architecture(made).rows_of(made)],
+        **translation.transformer_arguments(made),
+        **translation.gpt_arguments(made),
+        **translation.features(made),
+    }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_an_absent_field_has_transformers_default(name):
     table = TABLES[name]
-    theirs = transformers.AutoConfig.for_model(table.model_type).to_dict()
-    latent = {"head_dim", "num_key_value_heads"} if "kv_lora_rank" in table.defaults else set()
-    other = {}
-    for field in table.defaults.keys() & theirs.keys() - _DERIVED - latent:
-        mine = table.defaults[field]
-        # Null means that it follows from other fields, which hold transformers' defaults.
-        follows = mine is None and field in ("layer_types", "num_local_experts", "mlp_only_layers")
-        follows |= mine is None and theirs[field] == _from_others(theirs, field)
-        unused = field == "sliding_window" and not theirs.get("use_sliding_window", True)
-        if mine != theirs[field] and not follows and not unused:
-            other[field] = (mine, theirs[field])
-    assert not other
-
-
-def _from_others(theirs: dict[str, Any], field: str) -> Any:
-    heads = theirs["num_attention_heads"]
-    return {"num_key_value_heads": heads, "head_dim": theirs["hidden_size"] // heads}.get(field)
+    kept: dict[str, Any] = _LARGE | {"model_type": table.model_type, "architectures": [name]}
+    if "kv_lora_rank" in table.defaults:  # transformers' defaults of these fit no other sizes
+        kept |= {"num_key_value_heads": 32, "num_experts_per_tok": 3, "head_dim": 64}
+    theirs = transformers.AutoConfig.for_model(**kept).to_dict()
+    assert _meaning({**theirs, "architectures": [name]}) == _meaning(kept)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -230,3 +235,24 @@ def test_a_config_without_fields_that_have_defaults_loads_alike(kind, tmp_path):
         wanted = torch.cat([model(ids[None, :-1]).logits[0] for ids in pack])
     ((found,),) = run_ranks(_minimal, 1, tmp_path, pack)
     torch.testing.assert_close(found[:, : wanted.shape[1]], wanted, rtol=0, atol=1e-4)
+
+
+def _old_form(new: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 4 wrote it: rotary embeddings in fields of their own."""
+    old = {field: value for field, value in new.items() if field != "rope_parameters"}
+    given = dict(new["rope_parameters"])
+    if "full_attention" in given:
+        old["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
+        given = dict(given["full_attention"])
+    old["rope_theta"] = given.pop("rope_theta")
+    if "partial_rotary_factor" in given:
+        old["partial_rotary_factor"] = given.pop("partial_rotary_factor")
+    old["rope_scaling"] = None if given["rope_type"] == "default" else given
+    return old
+
+
+@pytest.mark.parametrize("kind", families_dense.CONFIGS)
+def test_old_and_new_configs_say_the_same(kind):
+    new = families_dense.model(kind).config.to_dict()
+    new["architectures"] = [registry.architecture(new).name]
+    assert new["rope_parameters"] and _meaning(_old_form(new)) == _meaning(new)
