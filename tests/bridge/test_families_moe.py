@@ -12,6 +12,7 @@ import torch
 from megatron_bridge import translation
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.registry import architecture
+from megatron_bridge.runtime.moe import Router
 from tests.bridge import families_moe, parity, tiny
 from tests.bridge.published_moe import PUBLISHED
 from tests.ranks import run_ranks
@@ -243,3 +244,18 @@ def test_layers_that_predict_further_tokens_are_passed_over():
     assert table.is_ignored("model.layers.61.mlp.experts.3.up_proj.weight", config)
     assert not table.is_ignored("model.layers.60.mlp.gate.weight", config)
     assert not table.is_ignored("model.layers.610.mlp.gate.weight", config)
+
+
+def _router_dtypes(folder: Path) -> set[torch.dtype]:
+    """What the routers of a bfloat16 model score a token's experts in."""
+    (model,) = parity.build(folder, ParallelLayout(), torch.bfloat16)
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    tokens = torch.ones(3, 1, model.config.hidden_size, dtype=torch.bfloat16)
+    assert {router.weight.dtype for router in routers} == {torch.bfloat16}
+    return {router.gating(tokens).dtype for router in routers}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_experts_are_chosen_in_float32_whatever_the_models_dtype(made, kind):
+    folder, _ = made(kind)
+    assert run_ranks(_router_dtypes, 1, folder) == [{torch.float32}]
