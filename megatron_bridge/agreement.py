@@ -1,10 +1,12 @@
 """Whether a checkpoint's tensors are those that its config.json asks for."""
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import equal
 
+from megatron_bridge.mappings import weights
 from megatron_bridge.registry import HfConfig, architecture, tied, uncovered
 from megatron_bridge.source import Source
 
@@ -59,6 +61,38 @@ def check_tensors(
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         shown = "\n".join(f"- {one}" for one in found[:_SHOWN] + more)
         raise ValueError(f"{folder} does not fit its config.json:\n{shown}")
+
+
+_MODEL = ("embedding.", "decoder.", "output_layer.")
+"""Begins the key of each weight in a Megatron checkpoint; optimizer states begin elsewhere."""
+
+
+def check_keys(present: Collection[str], config: HfConfig, folder: str | Path) -> None:
+    """Make sure that config.json accounts for every weight of a Megatron checkpoint.
+
+    Args:
+        present: its keys.
+        config: resolved.
+        folder: for the text of the error.
+
+    Raises:
+        ValueError: listing weights that would be left out: config.json is of another model.
+    """
+    held = {weight.key for weight in weights(config)}
+    stacked = {_stacked(key) for key in held}
+    found = [
+        f"'{key}' is in the checkpoint, and config.json asks for no such weight"
+        for key in sorted(present)
+        if key.startswith(_MODEL) and key not in held and key not in stacked
+    ]
+    if found:
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        shown = "\n".join(f"- {one}" for one in found[:_SHOWN] + more)
+        raise ValueError(f"{folder} does not fit the model's config.json:\n{shown}")
+
+
+def _stacked(key: str) -> str:
+    return re.sub(r"\.layers\.\d+\.", ".layers.", key)
 
 
 def _is_tied(source: Source) -> bool:

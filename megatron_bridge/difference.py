@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.convert.kinds import ADAPTER_WEIGHTS, COMPANIONS, Kind, kind_of
+from megatron_bridge.convert.kinds import COMPANIONS, Kind, adapter_weights, kind_of
 from megatron_bridge.convert.plan import cut
 from megatron_bridge.convert.sources import open_checkpoint
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, open_weights
@@ -126,7 +126,7 @@ def _open(path: Path, config: Path | None) -> Source:
     if kind is Kind.HUGGINGFACE:
         folder = HuggingFaceFolder(path)
         return dequantized(folder, folder.config())
-    return _File(path / ADAPTER_WEIGHTS if kind is Kind.ADAPTER else path)
+    return _File(adapter_weights(path) if kind is Kind.ADAPTER else path)
 
 
 class _File:

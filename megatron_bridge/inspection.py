@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge import translation
-from megatron_bridge.convert.kinds import ADAPTER_WEIGHTS, COMPANIONS, Kind, kind_of
+from megatron_bridge.convert.kinds import COMPANIONS, Kind, adapter_weights, kind_of
 from megatron_bridge.convert.megatron_sink import layout_of
 from megatron_bridge.convert.sizes import show_bytes
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, open_weights, read_json
@@ -118,7 +118,7 @@ def _layout(checkpoint: reader.TorchDist) -> str | None:
 
 def _adapter(found: Inspection, path: Path) -> None:
     config = read_json(path / "adapter_config.json")
-    weights = path / ADAPTER_WEIGHTS
+    weights = adapter_weights(path)
     _count(found, open_weights(weights).infos)
     found.files = _sizes([weights])
     shown = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")

@@ -5,6 +5,7 @@ more. Ranks talk through torchrun's key-value store: a few bytes a batch, and a 
 known to all.
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -98,6 +99,25 @@ class Alone:
         """See `Hosts`."""
 
 
+class _Store:
+    """torchrun's key-value store; its errors say what they mean here."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._store, name)(*arguments)
+        except (OSError, RuntimeError) as error:
+            raise HostFailed(
+                f"torchrun's store, through which ranks talk, is gone ({error}): its agent was "
+                "killed, or the network fails; --resume continues"
+            ) from error
+
+
 class Torchrun:
     """The processes of a torchrun, as its environment says."""
 
@@ -116,7 +136,7 @@ class Torchrun:
 
         try:
             found = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
-            self._store = next(iter(found))[0]
+            self._store = _Store(next(iter(found))[0])
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise HostFailed(
@@ -166,9 +186,12 @@ class Torchrun:
 
     def fail(self, message: str) -> None:
         """See `Hosts`."""
-        if self._store is not None and not self._store.check(["convert/failed"]):
-            line = f"rank {self.rank} on {socket.gethostname()} failed: {message}"
-            self._store.set("convert/failed", line)
+        if self._store is None:
+            return
+        with contextlib.suppress(HostFailed):  # then the others notice it themselves
+            if not self._store.check(["convert/failed"]):
+                line = f"rank {self.rank} on {socket.gethostname()} failed: {message}"
+                self._store.set("convert/failed", line)
 
     def _wait(self, reached: Callable[[], bool], what: Callable[[], str], progress: int) -> None:
         """Until ``reached``; the deadline starts anew whenever another rank makes progress."""

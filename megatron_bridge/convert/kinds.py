@@ -63,7 +63,12 @@ LATEST = "latest_checkpointed_iteration.txt"
 COMPANIONS = "huggingface"
 """The folder beside a Megatron checkpoint's own that holds config.json, tokenizer and the like."""
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+def adapter_weights(folder: Path) -> Path:
+    """The file with an adapter's tensors."""
+    pickled = folder / "adapter_model.bin"
+    plain = folder / "adapter_model.safetensors"
+    return pickled if pickled.exists() and not plain.exists() else plain
 
 
 def _files(folder: Path) -> list[Path]:

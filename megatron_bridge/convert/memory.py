@@ -24,8 +24,8 @@ WORKER = 12 * MIB
 """What a worker holds besides plan and unit: leftovers of its allocator, a transform's blocks."""
 TENSOR = 4096
 """Bytes of plan for each tensor; workers inherit the plan, and touching it copies it."""
-UNIT = 2048
-"""Bytes of plan and journal for each unit."""
+UNIT = 4096
+"""Bytes of plan, journal and metadata for each unit."""
 SHARED_UNIT = 512
 """Bytes of plan for each unit that a worker touches."""
 COPIES = 4
@@ -44,17 +44,19 @@ class Budget:
         memory: bytes that all processes together may hold.
         workers: processes beside the parent.
         tensors: tensors and chunks that the conversion reads.
+        rectangles: parts of tensors that it writes; each is one unit at least.
         bytes: what it writes, elements counted as float32 at least.
     """
 
     memory: int
     workers: int
     tensors: int
+    rectangles: int
     bytes: int
 
     def needed(self, unit: int) -> int:
         """The bound that units of so many bytes need."""
-        units = self.tensors + self.bytes // unit
+        units = self.rectangles + self.bytes // unit
         parent = PARENT + self.tensors * TENSOR + units * UNIT
         worker = WORKER + self.tensors * TENSOR + units * SHARED_UNIT + COPIES * unit
         return parent + self.workers * worker
@@ -82,7 +84,7 @@ class Budget:
     def _fewer(self) -> str:
         if self.workers == 1:
             return ""
-        one = Budget(self.memory, 1, self.tensors, self.bytes).least
+        one = Budget(self.memory, 1, self.tensors, self.rectangles, self.bytes).least
         return f", or {show_binary(one)} with --workers 1"
 
 

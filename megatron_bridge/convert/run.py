@@ -79,8 +79,10 @@ class _Conversion:
     def _unit_bytes(self) -> int:
         """From the bound; a resumed conversion keeps its units, which must fit the bound."""
         memory = self.limits.memory // self.hosts.local_world
-        planned = sum(item.working_bytes for item in self.job.sink.items)
-        budget = Budget(memory, self.limits.workers, self.job.tensors, planned)
+        items = self.job.sink.items
+        rectangles = sum(len(item.rectangles) for item in items)
+        planned = sum(item.working_bytes for item in items)
+        budget = Budget(memory, self.limits.workers, self.job.tensors, rectangles, planned)
         fits = budget.unit_bytes()
         if not (self.limits.resume and self.partial.exists):
             return fits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge import translation
-from megatron_bridge.agreement import check_tensors
+from megatron_bridge.agreement import check_keys, check_tensors
 from megatron_bridge.convert.kinds import COMPANIONS, Kind, files_of, kind_of
 from megatron_bridge.huggingface.adapter import with_adapter
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, read_json
@@ -147,6 +147,7 @@ def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
     opened = reader.TorchDist(folder)
     checkpoint = Prefetched(opened)
     view = MegatronAsHuggingFace(checkpoint, config)
+    check_keys(checkpoint.tensors(), translation.resolve(config), path)
     extra = [key for key in checkpoint.tensors() if key.startswith(CARRIED)]
     carried = tuple(key.removeprefix(CARRIED) for key in extra)
     source = Together((view, Renamed(checkpoint, dict(zip(carried, extra, strict=True)))))

@@ -136,7 +136,7 @@ def _malformed(fields: Mapping[str, Any]) -> list[str]:
     flags = [fields.get(key, False) for key in ("use_rslora", "use_dora", "fan_in_fan_out")]
     checks = (
         ("r or rank_pattern", all(type(rank) is int and rank > 0 for rank in ranks)),
-        ("lora_alpha or alpha_pattern", all(type(alpha) in (int, float) for alpha in alphas)),
+        ("lora_alpha or alpha_pattern", all(map(_is_number, alphas))),
         ("rank_pattern, alpha_pattern or target_modules", all(map(_is_pattern, patterns))),
         ("target_modules", _is_names(targets)),
         ("modules_to_save", _is_names(fields.get("modules_to_save") or [])),
@@ -153,6 +153,10 @@ def _values(fields: Mapping[str, Any], key: str) -> list[Any]:
 def _keys(fields: Mapping[str, Any], key: str) -> list[Any]:
     value = fields.get(key) or {}
     return list(value) if isinstance(value, dict) else [None]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _is_names(value: Any) -> bool:

@@ -237,6 +237,7 @@ def test_a_pickled_adapter_is_read_without_code(tmp_path):
         ({"r": True}, "r or rank_pattern has"),
         ({"rank_pattern": [3]}, "r or rank_pattern has"),
         ({"lora_alpha": "8"}, "lora_alpha or alpha_pattern has"),
+        ({"lora_alpha": float("nan")}, "lora_alpha or alpha_pattern has"),
         ({"alpha_pattern": {"(": 3}}, "rank_pattern, alpha_pattern or target_modules has"),
         ({"target_modules": "("}, "rank_pattern, alpha_pattern or target_modules has"),
         ({"target_modules": [3]}, "target_modules has a value"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_bridge.convert.memory import Budget
 from tests.bridge_cli.checkpoints import contents, fail, succeed, write_qwen3
 
 
@@ -92,6 +93,24 @@ def test_a_megatron_checkpoint_without_a_config_needs_one(megatron, source, tmp_
     assert "as --config" in fail("convert", bare, tmp_path / "out")
     succeed("convert", bare, tmp_path / "out", "--config", source)
     assert_same(source, tmp_path / "out")
+
+
+def test_a_config_of_another_model_is_refused(megatron, tmp_path):
+    """Also where it asks for less than the checkpoint holds: what it leaves out would be lost."""
+    tied = write_qwen3(tmp_path / "tied", tie_word_embeddings=True)
+    alone = tmp_path / "alone"
+    shutil.copytree(megatron / "release", alone)
+    error = fail("convert", alone, tmp_path / "back", "--config", tied)
+    assert "'output_layer.weight' is in the checkpoint" in error
+    error = fail("convert", alone, tmp_path / "back", "--config", tmp_path / "nowhere")
+    assert "nowhere is no folder with a config.json" in error
+
+
+def test_the_bound_counts_what_a_layout_cuts():
+    def least(rectangles: int) -> int:
+        return Budget(2**40, 1, tensors=10, rectangles=rectangles, bytes=2**30).least
+
+    assert least(100_000) - least(10) > 100 * 2**20
 
 
 def test_the_bound_is_kept_near_its_least(source, tmp_path):

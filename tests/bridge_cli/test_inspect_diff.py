@@ -135,3 +135,13 @@ def test_a_config_with_absurd_numbers_ends_at_once(source, tmp_path):
     assert "num_hidden_layers" in fail("verify", file, "--parallel", "tp=1")
     file.write_text(json.dumps(config))
     assert "at most" in fail("verify", file, "--parallel", "dp=1000000")
+
+
+def test_a_pickled_adapter_is_inspected_and_compared(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    torch.save(
+        {"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin"
+    )
+    found = json.loads(succeed("inspect", tmp_path, "--json"))
+    assert found["kind"] == "adapter" and found["parameters"] == 6
+    assert _diff(0, tmp_path, tmp_path)["compared"] == 1
