@@ -11,7 +11,7 @@ from megatron_bridge.convert.kinds import COMPANIONS, Kind, adapter_weights, kin
 from megatron_bridge.convert.megatron_sink import layout_of
 from megatron_bridge.convert.sizes import show_bytes
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, open_weights, read_json
-from megatron_bridge.registry import HfConfig, architecture, tied
+from megatron_bridge.registry import HfConfig, architecture, has_value_head, tied
 from megatron_bridge.source import TensorInfo
 from megatron_bridge.torch_dist import reader
 
@@ -161,6 +161,8 @@ def _model(found: Inspection, config: HfConfig) -> None:
         found.supported = True
         sizes = table.sizes({**table.defaults, **config})
         found.details["layers"] = config["num_hidden_layers"]
+        if not has_value_head(config):
+            sizes = {name: size for name, size in sizes.items() if name != "labels"}
         found.details |= {name: size for name, size in sizes.items() if size}
 
 

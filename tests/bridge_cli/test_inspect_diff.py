@@ -45,6 +45,7 @@ def test_a_folder_is_inspected(source):
     assert found["tensors"] == len(stored)
     assert found["parameters"] == sum(tensor.numel() for tensor in stored.values())
     assert found["dtypes"]["float32"]["bytes"] == sum(t.nbytes for t in stored.values())
+    assert "labels" not in found["details"], "a language model has none"
     text = succeed("inspect", source)
     assert "Qwen3ForCausalLM" in text and f"{found['parameters']:,}" in text
 
