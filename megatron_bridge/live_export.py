@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron_bridge import regions, translation
 from megatron_bridge.live_model import Model, origin, parameters, placement
 from megatron_bridge.mappings import Weight, huggingface_shapes, weights
+from megatron_bridge.reading import in_huggingface_order
 from megatron_bridge.registry import HfConfig
 from megatron_bridge.runtime import device
 from megatron_bridge.sharding import Owner, Placement, holdings, local_shape
-from megatron_bridge.views import in_huggingface_order
 
 
 def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Tensor]]:

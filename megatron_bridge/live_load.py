@@ -11,10 +11,10 @@ from megatron_bridge.huggingface.folder import CONFIG, HuggingFaceFolder, read_j
 from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
 from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.reading import fill_megatron
 from megatron_bridge.registry import HfConfig, architecture, has_value_head
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import Source
-from megatron_bridge.views import fill_megatron
 
 
 def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) -> None:

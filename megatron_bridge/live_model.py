@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_bridge import translation
 from megatron_bridge.layout import ParallelLayout
+from megatron_bridge.live_config import transformer_config
 from megatron_bridge.mappings import Weight, padded_vocabulary, weights
 from megatron_bridge.registry import (
     HfConfig,
@@ -92,7 +93,7 @@ def build_chunks(
 
     stage = 100 * parallel.coordinates().pp
     tensor_parallel.model_parallel_cuda_manual_seed(seed + stage, force_reset_rng=True)
-    transformer = _transformer_config(config, layout, dtype, transformer_options)
+    transformer = transformer_config(config, layout, dtype, transformer_options)
     chunks = []
     for chunk in range(layout.vpp):
         model = _chunk(config, layout, transformer, chunk)
@@ -137,72 +138,6 @@ def _check_layout(config: HfConfig, layout: ParallelLayout) -> None:
         raise ValueError(
             "the model cannot be cut so:\n" + "\n".join(f"- {problem}" for problem in found)
         )
-
-
-def _activation(name: str) -> Any:
-    """Megatron's activation function of this name."""
-    functions: dict[str, Any] = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": _gelu_tanh,
-    }
-    if name == "quick_gelu":
-        from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-        return quick_gelu
-    return functions[name]
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def _transformer_config(
-    config: HfConfig, layout: ParallelLayout, dtype: torch.dtype, options: dict[str, Any]
-) -> Any:
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    from megatron_bridge.runtime.features import Features
-
-    ours = translation.transformer_arguments(config)
-    ours["activation_func"] = _activation(ours.pop("activation", "silu"))
-    moe = ours.get("num_moe_experts") is not None
-    arguments: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.expert_tp,
-        # Megatron trains experts under tensor parallelism with sequences cut over its ranks only.
-        "sequence_parallel": moe and layout.tp > 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # Packs of different lengths follow each other; with them Megatron wants this dispatcher,
-        # experts or not.
-        "variable_seq_lengths": layout.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",
-        # Torch-compiled on the CPU, and without gain there.
-        "bias_dropout_fusion": device.on_gpu(),
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-    }
-    if layout.vpp > 1:
-        arguments |= {
-            "virtual_pipeline_model_parallel_size": layout.vpp,
-            # With two stages Megatron's batched exchange of interleaved chunks is silently wrong.
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
-    kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
-    made = kind(**arguments | ours | options)
-    made.bridge = Features(**translation.features(config))  # type: ignore[attr-defined]
-    # TransformerConfig refuses them for experts under expert tensor parallelism, where Megatron's
-    # experts add them once on each rank; ours do not (see runtime.expert_bias).
-    made.add_bias_linear |= made.bridge.linear_biases  # type: ignore[attr-defined]
-    return made
 
 
 def _close_vocabulary(model: torch.nn.Module, vocabulary: int) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_bridge import mappings, regions, registry, sharding
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.mappings import Weight
+from megatron_bridge.reading import in_huggingface_order, read_megatron
 from megatron_bridge.source import TensorInfo
-from megatron_bridge.views import in_huggingface_order, read_megatron
 
 SIZES: dict[str, Any] = {
     "hidden_size": 12,

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from megatron_bridge import regions
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.mappings import Weight, _RowShape, padded_vocabulary
+from megatron_bridge.reading import read_megatron
 from megatron_bridge.registry import Part, Row
 from megatron_bridge.sharding import holdings, local_shape
 from megatron_bridge.source import TensorInfo
-from megatron_bridge.views import read_megatron
 
 _FEW = settings(max_examples=60, deadline=None)
 _small = st.integers(1, 4)

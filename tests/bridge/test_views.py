@@ -12,14 +12,10 @@ from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.live_model import placement
 from megatron_bridge.mappings import weights
+from megatron_bridge.reading import read_megatron
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import TensorInfo, whole
-from megatron_bridge.views import (
-    HuggingFaceAsMegatron,
-    MegatronAsHuggingFace,
-    chunks,
-    read_megatron,
-)
+from megatron_bridge.views import HuggingFaceAsMegatron, MegatronAsHuggingFace, chunks
 from tests.bridge import families_dense, families_moe, parity, tiny
 from tests.ranks import run_ranks
 
