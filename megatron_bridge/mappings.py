@@ -6,7 +6,7 @@ live models' part.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megatron_bridge import regions
@@ -42,21 +42,29 @@ class PartView:
     stack: Interval
     expert: int | None
 
-    @cached_property
+    @property
     def box(self) -> Box:
         """All of the part that belongs to the weight."""
-        size = dict(zip(self.axes.names, self.flat_sizes, strict=True))
-        return tuple(
-            (self.expert, self.expert + 1)
-            if axis == "expert" and self.expert is not None
-            else (0, size[axis])
-            for axis in self.axes.names
-        )
+        return _box(self.axes, self.sizes, self.expert)
 
-    @cached_property
+    @property
     def flat_sizes(self) -> tuple[int, ...]:
         """Sizes of all axes."""
-        return tuple(size for dimension in self.sizes for size in dimension)
+        return _flat(self.sizes)
+
+
+# One result serves every layer: a model has tens of thousands of parts.
+@cache
+def _flat(sizes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return tuple(size for dimension in sizes for size in dimension)
+
+
+@cache
+def _box(axes: Axes, sizes: tuple[tuple[int, ...], ...], expert: int | None) -> Box:
+    return tuple(
+        (expert, expert + 1) if axis == "expert" and expert is not None else (0, size)
+        for axis, size in zip(axes.names, _flat(sizes), strict=True)
+    )
 
 
 @dataclass(frozen=True)

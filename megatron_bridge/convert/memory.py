@@ -32,8 +32,8 @@ COPIES = 4
 """Most copies of a unit alive at once: the parts that are read, the rectangle assembled from them,
 its cast, and one for a transform on the way (dequantising, merging an adapter)."""
 SMALLEST_UNIT = MIB
-LARGEST_UNIT = 32 * MIB
-"""Larger units are not faster."""
+LARGEST_UNIT = 8 * MIB
+"""Larger units are slower: they leave the processor's caches."""
 
 
 @dataclass(frozen=True)
