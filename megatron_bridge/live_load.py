@@ -7,7 +7,7 @@ import torch
 
 from megatron_bridge import regions, translation
 from megatron_bridge.agreement import check_tensors
-from megatron_bridge.huggingface.folder import CONFIG, HuggingFaceFolder, read_json
+from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
 from megatron_bridge.mappings import huggingface_shapes
@@ -53,18 +53,6 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
         for held in parameters(model):
             if held.weight.parts[0].name in expected:
                 _fill(source, held, made.layout.expert_tp, made.layout.tp)
-
-
-def load_hf_config(folder: str | Path) -> HfConfig:
-    """config.json of a model folder.
-
-    Raises:
-        ValueError: when it is absent or not a JSON object.
-    """
-    path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a HuggingFace model folder: it has no {CONFIG}")
-    return read_json(path)
 
 
 def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:

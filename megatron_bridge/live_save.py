@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge import translation
-from megatron_bridge.huggingface.folder import CONFIG
+from megatron_bridge.huggingface.folder import CONFIG, load_hf_config
 from megatron_bridge.huggingface.quantized import plain_config
 from megatron_bridge.huggingface.write import SHARD_BYTES, SafetensorsFolder
 from megatron_bridge.live_export import export_weights, weight_dtypes
-from megatron_bridge.live_load import load_hf_config
 from megatron_bridge.live_model import Model, origin
 from megatron_bridge.mappings import huggingface_shapes
 from megatron_bridge.registry import HfConfig, has_value_head

@@ -23,9 +23,8 @@ from megatron_bridge.source import Ranges, Source, TensorInfo
 class _Keys:
     """The tensors of a Megatron checkpoint: which weights each holds, and where."""
 
-    def __init__(self, config: HfConfig, layout: ParallelLayout) -> None:
-        self.tp = layout.tp
-        self.stacked = architecture(config).stacks_layers(config)
+    def __init__(self, config: HfConfig, *, stacked: bool) -> None:
+        self.stacked = stacked
         self.layers = config["num_hidden_layers"]
         self.experts = architecture(config).sizes(config).get("expert", 0)
         self.weights: dict[str, dict[tuple[int, ...], Weight]] = {}
@@ -50,6 +49,11 @@ class _Keys:
         return (*layer, *expert, *weight.shape(tp))
 
 
+def _keys(config: HfConfig) -> _Keys:
+    """The keys that Megatron saves for a model of this config (resolved)."""
+    return _Keys(config, stacked=architecture(config).stacks_layers(config))
+
+
 class HuggingFaceAsMegatron:
     """HuggingFace tensors as the tensors of a Megatron distributed checkpoint.
 
@@ -68,7 +72,7 @@ class HuggingFaceAsMegatron:
     ) -> None:
         self._source = source
         self._layout = layout or ParallelLayout()
-        self._keys = _Keys(translation.resolve(hf_config), self._layout)
+        self._keys = _keys(translation.resolve(hf_config))
         self._infos = {key: self._info(key) for key in self._keys.weights}
 
     def _info(self, key: str) -> TensorInfo:
@@ -146,14 +150,9 @@ class MegatronAsHuggingFace:
     def __init__(self, source: Source, hf_config: HfConfig) -> None:
         config = translation.resolve(hf_config)
         self._source = source
-        self._keys = _Keys(config, ParallelLayout())
-        if self._keys.stacked and not self._stacked_there():
-            self._keys.stacked = False
-            self._keys.weights = {}
-            for weight in weights(config):
-                self._keys.weights.setdefault(self._keys.key(weight), {})[
-                    self._keys.prefix(weight)
-                ] = weight
+        self._keys = _keys(config)
+        if not any(key in source.tensors() for key in self._keys.weights if "layers." in key):
+            self._keys = _Keys(config, stacked=False)
         self._check()
         self._homes: dict[str, list[tuple[Weight, int]]] = {}
         for held in self._keys.weights.values():
@@ -164,9 +163,6 @@ class MegatronAsHuggingFace:
             name: TensorInfo(self._dtype(name), shape)
             for name, shape in huggingface_shapes(config).items()
         }
-
-    def _stacked_there(self) -> bool:
-        return any(key in self._source.tensors() for key in self._keys.weights if "layers." in key)
 
     def _check(self) -> None:
         present = self._source.tensors()
@@ -257,7 +253,7 @@ def chunks(hf_config: HfConfig, layout: ParallelLayout) -> Iterator[tuple[str, R
     if found:
         raise ValueError("the model cannot be cut so:\n" + "\n".join(f"- {one}" for one in found))
     config = translation.resolve(hf_config)
-    keys = _Keys(config, layout)
+    keys = _keys(config)
     placement = Placement(layout, keys.layers, keys.experts)
     for key, held in keys.weights.items():
         for index, weight in held.items():
