@@ -38,7 +38,6 @@ def transformer_config(
 
     ours = translation.transformer_arguments(config)
     ours["activation_func"] = _activation(ours.pop("activation", "silu"))
-    moe = ours.get("num_moe_experts") is not None
     arguments: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -46,8 +45,6 @@ def transformer_config(
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
-        # Megatron trains experts under tensor parallelism with sequences cut over its ranks only.
-        "sequence_parallel": moe and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -43,12 +43,7 @@ class Engine:
         self._hf_config = live.load_hf_config(config.model_path)
         join(config)
         model = live.build_model(
-            self._hf_config,
-            config.layout,
-            dtype=config.dtype,
-            seed=config.seed,
-            # Packs have any length, and what reads hidden states here reads those of whole packs.
-            sequence_parallel=False,
+            self._hf_config, config.layout, dtype=config.dtype, seed=config.seed
         )
         live.load_weights(model, config.model_path)
         self._core = model

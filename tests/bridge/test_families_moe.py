@@ -70,6 +70,16 @@ def test_logits_gradients_and_export_equal_huggingface(made, kind, layout):
     parity.check(run_ranks(parity.compare, shape.world, folder, shape, wanted))
 
 
+@pytest.mark.parametrize("layout", ["etp2", "ep2tp2"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_sequences_cut_over_ranks_change_nothing(made, kind, layout):
+    folder, wanted = made(kind)
+    shape = LAYOUTS[layout]
+    parity.check(
+        run_ranks(parity.compare, shape.world, folder, shape, wanted, sequence_parallel=True)
+    )
+
+
 def _logits(model: Any) -> torch.Tensor:
     """Of all sequences that the other tests look at."""
     with torch.no_grad():
