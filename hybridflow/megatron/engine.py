@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
-from hybridflow.megatron import checkpoint
+from hybridflow.megatron import checkpoint, memory
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import UpdateLoss
@@ -47,6 +47,7 @@ class Engine:
         )
         live.load_weights(model, config.model_path)
         self._core = model
+        self._released = 0
         self._optimizer: ModelOptimizer | None = None
         if config.optimizer is not None:
             model = _data_parallel(model)
@@ -55,10 +56,26 @@ class Engine:
         if config.optimizer is not None:
             self.begin_stage(config.optimizer)
 
+    def switch_to_rollout(self) -> memory.Memory:
+        """Give up the memory that training alone needs, for a rollout on the same device.
+
+        The next method that computes takes it back; calling it again does nothing.
+        """
+        if not self._released:
+            self._released = max(1, memory.release(self._model, self._optimizer))
+        return memory.measure(self._released)
+
+    def switch_to_training(self) -> None:
+        """Undo ``switch_to_rollout``: the same weights and optimizer state."""
+        if self._released:
+            memory.restore(self._model, self._optimizer)
+            self._released = 0
+
     def begin_stage(self, optimizer: OptimizerSettings) -> None:
         """New optimizer state and a learning-rate schedule from its start, same weights."""
         if not isinstance(self._model, DistributedDataParallel):
             raise ValueError(_UNTRAINABLE)
+        self.switch_to_training()
         self._optimizer = None  # its state goes before the next one's is made
         self._optimizer = ModelOptimizer(self._model, optimizer)
 
@@ -72,6 +89,7 @@ class Engine:
             Rows like the responses, on the CPU; None but on the last pipeline stage's first
             tensor-parallel rank.
         """
+        self.switch_to_training()
         responses: Ragged = batch["responses"]
         packs = pack_rows(
             batch["prompts"],
@@ -149,16 +167,19 @@ class Engine:
         return f"optimizer step {self._optimizer.steps}"
 
     def _trainer(self) -> ModelOptimizer:
+        self.switch_to_training()
         if self._optimizer is None:
             raise ValueError(_UNTRAINABLE)
         return self._optimizer
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full HuggingFace tensors by name, on rank 0; every rank must exhaust the iterator."""
+        self.switch_to_training()
         return live.export_weights(self._core, self._hf_config)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the model in HuggingFace format, with the source's tokenizer."""
+        self.switch_to_training()
         live.save_pretrained(self._core, self.config.model_path, folder)
 
     def save_checkpoint(self, folder: str | Path) -> None:

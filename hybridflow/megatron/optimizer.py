@@ -75,6 +75,15 @@ class ModelOptimizer:
         self.steps += 1
         return grad_norm, rate
 
+    def offload(self) -> None:
+        """Move the optimizer's tensors from the GPU to the host; nothing else may be called
+        before ``restore``."""
+        self._optimizer.offload_to_cpu()
+
+    def restore(self) -> None:
+        """Undo ``offload``."""
+        self._optimizer.restore_from_cpu()
+
     def _set_rates(self) -> float:
         rate = learning_rate(self.settings, self.steps)
         for group in self._optimizer.param_groups:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.transfer import DATA_PARALLEL, ONE_TO_ALL, transfer
+from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
 
 if TYPE_CHECKING:
     from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+    from hybridflow.megatron.memory import Memory
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -83,6 +84,18 @@ class ModelWorker:
         digest = ServerDigest(load_hf_config(self._model_path), tp)
         folder = write_version(directory, digest.watch(weights), self._model_path, version)
         return WrittenVersion(str(folder), digest.result())
+
+    @transfer(GATHER)
+    def switch_to_rollout(self) -> Memory:
+        """Give up the memory that training alone needs; whatever computes next takes it back."""
+        with _computing:
+            return self._engine.switch_to_rollout()
+
+    @transfer(GATHER)
+    def switch_to_training(self) -> None:
+        """Take that memory back now."""
+        with _computing:
+            self._engine.switch_to_training()
 
     @transfer(ONE_TO_ALL)
     def save(self, folder: str) -> None:
