@@ -17,6 +17,33 @@ Rendezvous = tuple[str, int]
 
 
 @dataclass(frozen=True)
+class Node:
+    """The machine that a worker's process runs on.
+
+    Attributes:
+        id: differs from every other machine's of the session; its processes share memory.
+        address: at which the other machines reach it.
+    """
+
+    id: str
+    address: str
+
+
+_node = Node("here", "127.0.0.1")
+
+
+def this_node() -> Node:
+    """The machine of this process."""
+    return _node
+
+
+def set_this_node(node: Node) -> None:
+    """Tell a worker's process, before its worker is made, which machine it is on."""
+    global _node
+    _node = node
+
+
+@dataclass(frozen=True)
 class Success:
     """A method's result."""
 

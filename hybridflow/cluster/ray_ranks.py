@@ -12,7 +12,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from hybridflow.cluster.host import Death, Failure, Outcome, Rendezvous, WorkerHost, free_port
+from hybridflow.cluster.host import (
+    Death,
+    Failure,
+    Node,
+    Outcome,
+    Rendezvous,
+    WorkerHost,
+    free_port,
+    set_this_node,
+)
 from hybridflow.cluster.transfer import Piece
 
 LOG_LINES = 20
@@ -53,6 +62,8 @@ class ActorHost(WorkerHost):
         super().__init__()
         surroundings.enter()
         self._address = surroundings.address
+        node = ray.get_runtime_context().get_node_id()
+        set_this_node(Node(node, ray.util.get_node_ip_address()))
 
     def rendezvous(self) -> Rendezvous:
         """Where the group meets: an address of this node and a port that is free on it."""
