@@ -51,7 +51,7 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
     check_tensors(source, config, expected, folder, passed={"lm_head.weight"} if fresh_head else ())
     with torch.no_grad():
         for held in parameters(model):
-            if held.weight.parts[0].name in expected:
+            if held.weight.name_of(held.weight.row.parts[0].name) in expected:
                 _fill(source, held, made.layout.expert_tp, made.layout.tp)
 
 

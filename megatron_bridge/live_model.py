@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_bridge import translation
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.live_config import transformer_config
-from megatron_bridge.mappings import Weight, padded_vocabulary, weights
+from megatron_bridge.mappings import Weight, weights
 from megatron_bridge.registry import (
     HfConfig,
     architecture,
@@ -20,6 +20,7 @@ from megatron_bridge.registry import (
     tied,
     uncovered,
 )
+from megatron_bridge.row_shape import padded_vocabulary
 from megatron_bridge.runtime import device, parallel
 from megatron_bridge.sharding import Placement
 

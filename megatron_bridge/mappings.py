@@ -6,20 +6,11 @@ live models' part.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
-from megatron_bridge import regions
 from megatron_bridge.regions import Box, Interval
-from megatron_bridge.registry import (
-    PADDED,
-    STACK,
-    Architecture,
-    Axes,
-    HfConfig,
-    Row,
-    architecture,
-)
+from megatron_bridge.registry import Architecture, Axes, HfConfig, Row, architecture
+from megatron_bridge.row_shape import Piece, RowShape, box_of, flat
 
 
 @dataclass(frozen=True)
@@ -45,44 +36,12 @@ class PartView:
     @property
     def box(self) -> Box:
         """All of the part that belongs to the weight."""
-        return _box(self.axes, self.sizes, self.expert)
+        return box_of(self.axes, self.sizes, self.expert)
 
     @property
     def flat_sizes(self) -> tuple[int, ...]:
         """Sizes of all axes."""
-        return _flat(self.sizes)
-
-
-# One result serves every layer: a model has tens of thousands of parts.
-@cache
-def _flat(sizes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    return tuple(size for dimension in sizes for size in dimension)
-
-
-@cache
-def _box(axes: Axes, sizes: tuple[tuple[int, ...], ...], expert: int | None) -> Box:
-    return tuple(
-        (expert, expert + 1) if axis == "expert" and expert is not None else (0, size)
-        for axis, size in zip(axes.names, _flat(sizes), strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The same elements in three places: a part, the Megatron tensor, and a box of the latter.
-
-    Attributes:
-        part: index of the part.
-        huggingface: box of the part.
-        megatron: box of the Megatron tensor, of the same elements.
-        order: for each Megatron axis the part's axis of the same elements, or None where the part
-            has none (its size there is 1).
-    """
-
-    part: int
-    huggingface: Box
-    megatron: Box
-    order: tuple[int | None, ...]
+        return flat(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -92,7 +51,7 @@ class Weight:
     row: Row
     layer: int | None
     expert: int | None
-    shape_of: "_RowShape"
+    shape_of: RowShape
 
     @property
     def key(self) -> str:
@@ -108,15 +67,27 @@ class Weight:
         """Its HuggingFace tensors."""
         return tuple(
             PartView(
-                part.name.format(layer=self.layer, expert=self.expert),
-                rows,
-                axes,
-                sizes,
-                stack,
-                self.expert if "expert" in axes.names else None,
+                self.name_of(part.name),
+                part.rows,
+                part.axes,
+                part.sizes,
+                part.stack,
+                self.expert if "expert" in part.axes.names else None,
             )
-            for part, rows, axes, sizes, stack in self.shape_of.parts
+            for part in self.shape_of.parts
         )
+
+    def name_of(self, template: str) -> str:
+        """The name of a HuggingFace tensor that the row has with ``{layer}`` and ``{expert}``."""
+        return template.format(layer=self.layer, expert=self.expert)
+
+    @property
+    def slice_of(self) -> int | None:
+        """The expert whose slice of a HuggingFace tensor it has, where that holds all experts.
+
+        Weights of one row with the same slice have the same pieces.
+        """
+        return self.expert if self.shape_of.holds_experts else None
 
     @property
     def axes(self) -> Axes:
@@ -133,120 +104,11 @@ class Weight:
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """What a box of the Megatron tensor is made of; padding is made of nothing."""
-        for index, part in enumerate(self.parts):
-            piece = self._piece(index, part, box)
-            if piece is not None:
-                yield piece
-
-    def _piece(self, index: int, part: PartView, box: Box) -> Piece | None:
-        names = self.axes.names
-        bounds = {
-            axis: part.stack if axis == STACK else (0, self.shape_of.real[axis]) for axis in names
-        }
-        inside = regions.intersect(box, tuple(bounds[axis] for axis in names))
-        if inside is None:
-            return None
-        held = dict(zip(names, inside, strict=True))
-        filler = self.shape_of.filler(part.axes)
-        huggingface = []
-        for axis, whole in zip(part.axes.names, part.box, strict=True):
-            if axis == filler:
-                start, stop = held[STACK]
-                huggingface.append((start - part.stack[0], stop - part.stack[0]))
-            else:
-                huggingface.append(held.get(axis, whole))
-        return Piece(index, tuple(huggingface), inside, self.shape_of.order(part.axes))
+        return self.shape_of.pieces(self.slice_of, box)
 
     def to_megatron(self, index: int, box: Box) -> Box:
         """Where a box of a part lies in the Megatron tensor: the inverse of ``pieces``."""
-        part = self.parts[index]
-        held = dict(zip(part.axes.names, box, strict=True))
-        filler = self.shape_of.filler(part.axes)
-        found = []
-        for axis in self.axes.names:
-            if axis != STACK:
-                found.append(held[axis])
-            elif filler is None:
-                found.append(part.stack)
-            else:
-                start, stop = held[filler]
-                found.append((start + part.stack[0], stop + part.stack[0]))
-        return tuple(found)
-
-
-class _RowShape:
-    """What all layers' and experts' tensors of a row have in common."""
-
-    def __init__(self, row: Row, sizes: dict[str, int]) -> None:
-        self.row = row
-        self.axes = Axes.parse(row.shape)
-        self._size = sizes
-        self._fillers: dict[Axes, str | None] = {}
-        self._orders: dict[Axes, tuple[int | None, ...]] = {}
-        self._padded: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self.parts = self._lay_out()
-        stacked = self.parts[-1][4][1]
-        self.real = {
-            axis: stacked if axis == STACK else self._size[axis] for axis in self.axes.names
-        }
-
-    def _lay_out(self) -> list[tuple[Any, Interval, Axes, tuple[tuple[int, ...], ...], Interval]]:
-        found, stacked, rows = [], 0, {}
-        for part in self.row.parts:
-            axes = Axes.parse(part.axes)
-            sizes = tuple(tuple(self._size[a] for a in dim) for dim in axes.dimensions)
-            filler = self.filler(axes)
-            length = 1 if filler is None else self._size[filler]
-            first = rows.get(part.name, 0)
-            rows[part.name] = first + _product(sizes[0])
-            found.append((part, (first, rows[part.name]), axes, sizes, (stacked, stacked + length)))
-            stacked += length
-        return found
-
-    def filler(self, axes: Axes) -> str | None:
-        """The part's axis that fills the stack axis; None when it takes one place there."""
-        if axes not in self._fillers:
-            own = [a for a in axes.names if a not in self.axes.names and a != "expert"]
-            assert len(own) <= 1 and (not own or STACK in self.axes.names), (self.row, axes)
-            self._fillers[axes] = own[0] if own else None
-        return self._fillers[axes]
-
-    def order(self, axes: Axes) -> tuple[int | None, ...]:
-        """The part's axis at each Megatron axis."""
-        if axes not in self._orders:
-            filler = self.filler(axes)
-            place = {name: index for index, name in enumerate(axes.names)}
-            self._orders[axes] = tuple(
-                (place[filler] if filler else None) if axis == STACK else place[axis]
-                for axis in self.axes.names
-            )
-        return self._orders[axes]
-
-    def sizes(self, tp: int) -> tuple[tuple[int, ...], ...]:
-        if tp not in self._padded:
-            self._padded[tp] = tuple(
-                tuple(
-                    padded_vocabulary(self.real[axis], tp) if axis == PADDED else self.real[axis]
-                    for axis in dimension
-                )
-                for dimension in self.axes.dimensions
-            )
-        return self._padded[tp]
-
-    def shape(self, tp: int) -> tuple[int, ...]:
-        return tuple(_product(dimension) for dimension in self.sizes(tp))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-def padded_vocabulary(size: int, tp: int) -> int:
-    """The vocabulary's size padded only as far as ``tp`` needs it."""
-    return -(-size // tp) * tp
+        return self.shape_of.to_megatron(index, box)
 
 
 def weights(config: HfConfig) -> list[Weight]:
@@ -254,7 +116,7 @@ def weights(config: HfConfig) -> list[Weight]:
     table = architecture(config)
     sizes = table.sizes(config)
     rows = table.rows_of(config)
-    shapes = {id(row): _RowShape(row, sizes) for row in rows}
+    shapes = {id(row): RowShape(row, sizes) for row in rows}
     per_layer = [i for i, row in enumerate(rows) if row.per_layer]
     first, last = per_layer[0], per_layer[-1] + 1
     found = [Weight(row, None, None, shapes[id(row)]) for row in rows[:first]]
@@ -265,7 +127,7 @@ def weights(config: HfConfig) -> list[Weight]:
 
 def _layer(
     rows: list[Row],
-    shapes: dict[int, _RowShape],
+    shapes: dict[int, RowShape],
     table: Architecture,
     config: HfConfig,
     layer: int,
@@ -276,19 +138,23 @@ def _layer(
     for row in own:
         if not row.per_expert:
             yield Weight(row, layer, None, shapes[id(row)])
+    each = [row for row in own if row.per_expert]
     for expert in range(experts):
-        for row in own:
-            if row.per_expert:
-                yield Weight(row, layer, expert, shapes[id(row)])
+        for row in each:
+            yield Weight(row, layer, expert, shapes[id(row)])
 
 
 def huggingface_shapes(config: HfConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of such a HuggingFace checkpoint, with its shape."""
-    rows: dict[str, int] = {}
+    return shapes_of(weights(config))
+
+
+def shapes_of(model: list[Weight]) -> dict[str, tuple[int, ...]]:
+    """Every HuggingFace tensor of these weights, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for weight in weights(config):
-        for part in weight.parts:
-            rows[part.name] = max(rows.get(part.name, 0), part.rows[1])
-            tail = tuple(_product(dimension) for dimension in part.sizes[1:])
-            shapes[part.name] = (rows[part.name], *tail)
+    for weight in model:
+        for template, shape in weight.shape_of.tensors.items():
+            name = weight.name_of(template)
+            # Rows of the table may share a tensor: it reaches as far as the longest says.
+            shapes[name] = max(shapes.get(name, shape), shape)
     return shapes

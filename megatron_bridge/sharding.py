@@ -3,12 +3,15 @@
 A rank's tensor is a list of holdings: rows of its own tensor that are a box of the whole one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_bridge import regions
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.mappings import Weight
 from megatron_bridge.regions import Box, Interval
+from megatron_bridge.row_shape import RowShape
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,23 @@ def holdings(weight: Weight, tp: int, rank: int) -> list[Holding]:
 
     Where several ranks share a key-value head the box of a rank is cut within the head.
     """
-    sizes = weight.sizes(tp)
+    return list(_holdings(weight.shape_of, tp, rank))
+
+
+# Once for all layers and experts.
+@lru_cache(maxsize=1024)
+def _holdings(shape: RowShape, tp: int, rank: int) -> tuple[Holding, ...]:
+    sizes, cut = shape.sizes(tp), shape.row.cut
     whole = regions.full(size for dimension in sizes for size in dimension)
-    if weight.row.cut is None:
-        return [Holding((0, weight.shape(tp)[0]), whole)]
-    place = weight.axes.names.index(weight.row.cut)
+    if cut is None:
+        return (Holding((0, shape.shape(tp)[0]), whole),)
+    place = shape.axes.names.index(cut)
     size = whole[place][1]
     if size % tp == 0:
         interval = (size // tp * rank, size // tp * (rank + 1))
         box = (*whole[:place], interval, *whole[place + 1 :])
-        return [Holding((0, _rows(sizes, box)), box)]
-    return _within(weight, tp, rank, sizes, whole)
+        return (Holding((0, _rows(sizes, box)), box),)
+    return tuple(_within(shape, tp, rank, sizes, whole))
 
 
 def _rows(sizes: tuple[tuple[int, ...], ...], box: Box) -> int:
@@ -46,19 +55,18 @@ def _rows(sizes: tuple[tuple[int, ...], ...], box: Box) -> int:
 
 
 def _within(
-    weight: Weight, tp: int, rank: int, sizes: tuple[tuple[int, ...], ...], whole: Box
-) -> list[Holding]:
+    shape: RowShape, tp: int, rank: int, sizes: tuple[tuple[int, ...], ...], whole: Box
+) -> Iterator[Holding]:
     """Equal runs of the first dimension's rows, however they cut its axes."""
-    assert weight.row.cut == weight.axes.names[0], f"{weight.row.megatron} cannot be cut so"
-    rows = weight.shape(tp)[0]
-    assert rows % tp == 0, (weight.row.megatron, rows, tp)
+    assert shape.row.cut == shape.axes.names[0], f"{shape.row.megatron} cannot be cut so"
+    rows = shape.shape(tp)[0]
+    assert rows % tp == 0, (shape.row.megatron, rows, tp)
     start, stop = rows // tp * rank, rows // tp * (rank + 1)
-    found, at = [], 0
+    at = 0
     for box in regions.of_range(sizes[0], (start, stop)):
         count = regions.volume(box)
-        found.append(Holding((at, at + count), (*box, *whole[len(sizes[0]) :])))
+        yield Holding((at, at + count), (*box, *whole[len(sizes[0]) :]))
         at += count
-    return found
 
 
 def local_shape(weight: Weight, tp: int) -> tuple[int, ...]:
@@ -91,23 +99,26 @@ class Placement:
         self.layout = layout
         self.layers = layers
         self.experts = experts
+        self._stages: dict[int, tuple[int, int]] = {}
 
     def tensor_parallel(self, weight: Weight) -> int:
         """Into how many parts a weight is cut."""
         return self.layout.expert_tp if weight.row.per_expert else self.layout.tp
 
-    def stages(self, weight: Weight) -> list[tuple[int, int]]:
-        """Pipeline ranks and model chunks that hold a weight; the first is the owner's."""
-        if weight.layer is not None:
-            return [self.layout.stage_of(self.layers, weight.layer)]
-        if weight.row.megatron.startswith("embedding."):
-            return [(0, 0)]
-        return [(self.layout.pp - 1, self.layout.vpp - 1)]
+    def stage(self, weight: Weight) -> tuple[int, int]:
+        """Pipeline rank and model chunk that hold a weight."""
+        layer = weight.layer
+        if layer is None:
+            first = weight.row.megatron.startswith("embedding.")
+            return (0, 0) if first else (self.layout.pp - 1, self.layout.vpp - 1)
+        if layer not in self._stages:
+            self._stages[layer] = self.layout.stage_of(self.layers, layer)
+        return self._stages[layer]
 
     def owners(self, weight: Weight) -> list[Owner]:
         """One rank per part: the first of its replicas."""
         layout = self.layout
-        stage, _ = self.stages(weight)[0]
+        stage, _ = self.stage(weight)
         if weight.expert is not None and weight.row.per_expert:
             ep = weight.expert // (self.experts // layout.ep)
             return [
@@ -133,14 +144,14 @@ class Placement:
         The copy of a tied embedding on the last stage does not count.
         """
         layout = self.layout
+        stage, chunk = self.stage(weight)
         here = layout.coordinates(rank)
-        for stage, chunk in self.stages(weight):
-            if stage != here.pp:
-                continue
-            if not weight.row.per_expert:
-                return chunk, here.tp
-            place = layout.expert_coordinates(rank)
-            assert weight.expert is not None
-            if weight.expert // (self.experts // layout.ep) == place.ep:
-                return chunk, place.etp
+        if stage != here.pp:
+            return None
+        if not weight.row.per_expert:
+            return chunk, here.tp
+        place = layout.expert_coordinates(rank)
+        assert weight.expert is not None
+        if weight.expert // (self.experts // layout.ep) == place.ep:
+            return chunk, place.etp
         return None

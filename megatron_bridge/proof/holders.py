@@ -35,30 +35,11 @@ class _Probe(Weight):
         return super().__getattribute__(name)
 
 
-class _Remembering(Placement):
-    """Keeps the stages of a weight, where they do not depend on its expert."""
-
-    def __init__(self, layout: ParallelLayout, layers: int, experts: int) -> None:
-        super().__init__(layout, layers, experts)
-        self._stages: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
-
-    def stages(self, weight: Weight) -> list[tuple[int, int]]:
-        key = (id(weight.row), weight.layer)
-        if key in self._stages:
-            return self._stages[key]
-        probe = _Probe.of(weight)
-        found = super().stages(probe)
-        if probe.__dict__["asked"]:
-            return super().stages(weight)
-        self._stages[key] = found
-        return found
-
-
 class Holders:
     """Answers who holds a weight of a model."""
 
     def __init__(self, layout: ParallelLayout, layers: int, experts: int) -> None:
-        self.placement = _Remembering(layout, layers, experts)
+        self.placement = Placement(layout, layers, experts)
         self._ranks = range(layout.world)
         self._groups = [
             (layout.coordinates(rank).tp, *layout.expert_coordinates(rank)[:2])

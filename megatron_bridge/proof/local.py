@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_bridge import regions, sharding
-from megatron_bridge.mappings import Piece, Weight
+from megatron_bridge.mappings import Weight
 from megatron_bridge.proof import boxes
 from megatron_bridge.proof.homes import Home
 from megatron_bridge.proof.problems import Problems, show
 from megatron_bridge.regions import Box
 from megatron_bridge.registry import PADDED
+from megatron_bridge.row_shape import Piece
 
 
 class Source(NamedTuple):

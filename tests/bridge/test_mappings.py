@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from megatron_bridge import regions
 from megatron_bridge.layout import ParallelLayout
-from megatron_bridge.mappings import Weight, _RowShape, padded_vocabulary
+from megatron_bridge.mappings import Weight
 from megatron_bridge.reading import read_megatron
 from megatron_bridge.registry import Part, Row
+from megatron_bridge.row_shape import RowShape, padded_vocabulary
 from megatron_bridge.sharding import holdings, local_shape
 from megatron_bridge.source import TensorInfo
 
@@ -40,7 +41,7 @@ def _numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def _weight(row: Row, **sizes: int) -> Weight:
-    return Weight(row, None, None, _RowShape(row, sizes))
+    return Weight(row, None, None, RowShape(row, sizes))
 
 
 def _loaded(weight: Weight, held: dict[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
@@ -185,7 +186,7 @@ def test_an_experts_slice_is_turned_over_and_taken_apart(tp, per_rank, hidden, e
     ffn = tp * per_rank
     (fused,) = _numbered((experts, hidden, 2 * ffn))
     row = Row("{expert}", "pair ffn, hidden", (Part("w", "expert, hidden, ffn pair"),), cut="ffn")
-    shape = _RowShape(row, {"expert": experts, "hidden": hidden, "ffn": ffn, "pair": 2})
+    shape = RowShape(row, {"expert": experts, "hidden": hidden, "ffn": ffn, "pair": 2})
     for expert in range(experts):
         weight = Weight(row, None, expert, shape)
         for rank in range(tp):

@@ -140,9 +140,9 @@ def test_a_stage_that_drops_a_layer_is_named(monkeypatch):
     faults = _faults(_config(QWEN), "pp=2")
     assert [one.tensor for one in faults] == ["model.layers.3"]
     monkeypatch.undo()
-    stages = Placement.stages
+    stage = Placement.stage
     monkeypatch.setattr(
-        Placement, "stages", lambda self, w: stages(self, w) if w.layer != 3 else [(2, 0)]
+        Placement, "stage", lambda self, w: stage(self, w) if w.layer != 3 else (2, 0)
     )
     faults = _faults(_config(QWEN), "pp=2")
     assert "no rank" in _named(faults, "model.layers.3.mlp.up_proj.weight", (0, 0)).what
