@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from hybridflow.recipe.names import hint
-from hybridflow.weight_sync.layout import Parameter, hf_shapes, server_layout
+from hybridflow.weight_sync.layout import hf_shapes, server_parameters
+from hybridflow.weight_sync.layout.build import build
+from megatron_bridge.reshard import TargetParameter
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -37,19 +42,33 @@ def engine_digest(ranks: Iterable[str]) -> str:
     return hashlib.sha256("".join(ranks).encode()).hexdigest()
 
 
+@dataclass(eq=False)
+class _Unfinished:
+    """A parameter of a rank, the tensors that it is made of, and those that have not come."""
+
+    rank: int
+    parameter: TargetParameter
+    sources: frozenset[str]
+    missing: set[str]
+
+
 class ServerDigest:
     """Accumulates the engine digest from HuggingFace tensors in any order.
 
-    Holds only tensors whose fused parameter is not complete yet (q, k, v; gate, up).
+    Holds only tensors that an incomplete parameter needs (q, k, v; gate, up; a layer's experts).
     """
 
-    def __init__(self, config: Mapping[str, Any], tp: int = 1) -> None:
-        self._layouts = [server_layout(config, tp, rank) for rank in range(tp)]
+    def __init__(
+        self, config: Mapping[str, Any], tp: int = 1, ep: int = 1, device: str = "cpu"
+    ) -> None:
         self._missing = set(hf_shapes(config))
         self._tied = bool(config.get("tie_word_embeddings"))
-        self._targets = _targets_by_source(self._layouts)
         self._waiting: dict[str, torch.Tensor] = {}
         self._digests: list[dict[str, str]] = [{} for _ in range(tp)]
+        self._users: dict[str, list[_Unfinished]] = {name: [] for name in self._missing}
+        for rank in range(tp):
+            for parameter in server_parameters(config, tp=tp, ep=ep, rank=rank, device=device):
+                self._expect(rank, parameter)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one full HuggingFace tensor. ValueError for an unknown or repeated name."""
@@ -62,9 +81,14 @@ class ServerDigest:
             )
         self._missing.remove(name)
         self._waiting[name] = tensor
-        for target in self._targets[name]:
-            self._finish(target)
-        self._forget(name)
+        finished = []
+        for user in self._users[name]:
+            user.missing.remove(name)
+            if not user.missing:
+                self._finish(user, tensor.dtype)
+                finished.append(user)
+        for user in finished:
+            self._forget(user)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator:
         """Pass `weights` through and take each on the way."""
@@ -74,36 +98,41 @@ class ServerDigest:
 
     def result(self) -> str:
         """The engine digest. ValueError when weights are missing."""
+        return engine_digest(rank_digest(digests) for digests in self.parameters())
+
+    def parameters(self) -> list[dict[str, str]]:
+        """Each rank's digests by parameter. ValueError when weights are missing."""
         if self._missing:
             names = sorted(self._missing)
             raise ValueError(f"{len(names)} weights are missing, among them {names[:3]}.")
-        return engine_digest(rank_digest(digests) for digests in self._digests)
+        return self._digests
 
-    def _finish(self, target: str) -> None:
-        """Hash `target` on every rank when all its sources have come."""
-        sources = {piece.source for layout in self._layouts for piece in layout[target].pieces}
-        if not sources <= self._waiting.keys():
-            return
-        dtype = self._waiting[next(iter(sources))].dtype
-        for layout, digests in zip(self._layouts, self._digests, strict=True):
-            digests[target] = tensor_digest(layout[target].build(self._waiting, dtype))
+    def _expect(self, rank: int, parameter: TargetParameter) -> None:
+        # What is padding alone has no source; any tensor's coming tells its dtype.
+        sources = frozenset(fill.source for fill in parameter.fills) or frozenset({_EMBEDDING})
+        user = _Unfinished(rank, parameter, sources, set(sources))
+        for source in sources:
+            self._users[source].append(user)
 
-    def _forget(self, name: str) -> None:
-        """Drop the sources of every finished parameter that `name` belongs to."""
-        for target in self._targets[name]:
-            if target in self._digests[0]:
-                for layout in self._layouts:
-                    for piece in layout[target].pieces:
-                        self._waiting.pop(piece.source, None)
+    def _finish(self, user: _Unfinished, dtype: torch.dtype) -> None:
+        tensor = build(user.parameter, self._waiting, dtype)
+        self._digests[user.rank][user.parameter.name] = tensor_digest(tensor)
+
+    def _forget(self, finished: _Unfinished) -> None:
+        """Drop its tensors that no other parameter waits for."""
+        for source in finished.sources:
+            if not any(user.missing for user in self._users[source]):
+                self._waiting.pop(source, None)
 
 
 def server_checksum(
     weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     config: Mapping[str, Any],
     tp: int = 1,
+    ep: int = 1,
 ) -> str:
     """The engine digest that a CPU server of `tp` ranks reports for these HuggingFace weights."""
-    digest = ServerDigest(config, tp)
+    digest = ServerDigest(config, tp, ep)
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     for name, tensor in cast(Iterable[tuple[str, torch.Tensor]], pairs):
         digest.add(name, tensor)
@@ -116,14 +145,3 @@ def parameters_checksum(ranks: Iterable[Mapping[str, torch.Tensor]]) -> str:
         rank_digest({name: tensor_digest(tensor) for name, tensor in rank.items()})
         for rank in ranks
     )
-
-
-def _targets_by_source(layouts: list[dict[str, Parameter]]) -> dict[str, list[str]]:
-    targets: dict[str, list[str]] = {}
-    for layout in layouts:
-        for target, parameter in layout.items():
-            for piece in parameter.pieces:
-                known = targets.setdefault(piece.source, [])
-                if target not in known:
-                    known.append(target)
-    return targets

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from hybridflow.weight_sync import ServerDigest, server_checksum
 from hybridflow.weight_sync.checksum import parameters_checksum, tensor_digest
-from hybridflow.weight_sync.layout import geometry, hf_shapes, parameter_bytes, server_layout
+from hybridflow.weight_sync.layout import check, elements, hf_shapes, server_parameters
+from hybridflow.weight_sync.layout.build import build, parameter_bytes
 from tests.tiny_models import make_model
 
 FAMILIES = [
@@ -27,7 +28,7 @@ def _read(folder: Path):
 
 def _built(config, weights, tp: int, dtype=torch.float32):
     return [
-        {name: p.build(weights, dtype) for name, p in server_layout(config, tp, rank).items()}
+        {p.name: build(p, weights, dtype) for p in server_parameters(config, tp=tp, rank=rank)}
         for rank in range(tp)
     ]
 
@@ -105,17 +106,15 @@ def test_faults_are_named(tmp_path: Path):
         digest.add("lm_hed.weight", weights["lm_head.weight"])
     with pytest.raises(ValueError, match="weights are missing"):
         digest.result()
-    with pytest.raises(ValueError, match="tp=4 must divide"):
-        server_layout(config, 4, 0)
+    with pytest.raises(ValueError, match="tp must divide the model's 2 KV heads"):
+        server_parameters(config, tp=4)
     with pytest.raises(ValueError, match="Qwen2ForCausalLM"):
-        geometry({**config, "architectures": ["Qwen2MoeForCausalLM"]})
-    with pytest.raises(ValueError, match="attention_bias"):
-        geometry({**config, "attention_bias": True})
+        check({**config, "architectures": ["Qwen2NextForCausalLM"]})
 
 
 def test_bytes_count_padding(tmp_path: Path):
     config, weights = _read(make_model(tmp_path / "m"))
     [built] = _built(config, weights, 1)
-    assert parameter_bytes(server_layout(config), torch.float32) == sum(
-        tensor.nbytes for tensor in built.values()
-    )
+    parameters = server_parameters(config)
+    assert elements(parameters) == sum(tensor.numel() for tensor in built.values())
+    assert parameter_bytes(parameters, torch.float32) == 4 * elements(parameters)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hybridflow.rollout.local.geometry import geometry
 from hybridflow.rollout.local.weights import empty_parameters, load_into
-from hybridflow.weight_sync.layout import geometry
 from hybridflow.weight_sync.version import read_config
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -177,7 +177,7 @@ class _Layer:
         self.gate_up = p[prefix + "mlp.gate_up_proj.weight"]
         self.down = p[prefix + "mlp.down_proj.weight"]
         self.qk_norm = None
-        if g.qk_norm:
+        if attention + "q_norm.weight" in p:
             q, k = p[attention + "q_norm.weight"], p[attention + "k_norm.weight"]
             self.qk_norm = torch.cat([q.expand(g.heads, -1), k.expand(g.kv_heads, -1)])
 

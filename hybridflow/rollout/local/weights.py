@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hybridflow.weight_sync.layout import Parameter, hf_shapes, server_layout
+from hybridflow.weight_sync.layout import hf_shapes, server_parameters
+from hybridflow.weight_sync.layout.build import dtype_of, put
+from megatron_bridge.reshard import TargetParameter
 
 _INDEX = "model.safetensors.index.json"
 
@@ -19,8 +21,8 @@ _INDEX = "model.safetensors.index.json"
 def empty_parameters(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Zeroed parameters by server name; padding stays zero for good."""
     return {
-        name: torch.zeros(parameter.shape, dtype=dtype)
-        for name, parameter in server_layout(config).items()
+        parameter.name: torch.zeros(parameter.shape, dtype=dtype_of(parameter, dtype))
+        for parameter in server_parameters(config)
     }
 
 
@@ -31,17 +33,16 @@ def load_into(
 
     Every name and shape is checked first: a ValueError means that no parameter has changed.
     """
-    layout = server_layout(config)
     with ExitStack() as stack:
         sources = _open_all(stack, Path(folder))
         _check(sources, config, Path(folder))
-        for name, parameter in layout.items():
-            _copy(parameters[name], parameter, sources)
+        for parameter in server_parameters(config):
+            _copy(parameters[parameter.name], parameter, sources)
 
 
-def _copy(target: torch.Tensor, parameter: Parameter, sources: Mapping[str, Any]) -> None:
-    for piece in parameter.pieces:
-        Parameter.copy_piece(target, piece, sources[piece.source].get_tensor(piece.source))
+def _copy(target: torch.Tensor, parameter: TargetParameter, sources: Mapping[str, Any]) -> None:
+    for fill in parameter.fills:
+        put(target, fill, sources[fill.source].get_tensor(fill.source))
 
 
 def _open_all(stack: ExitStack, folder: Path) -> dict[str, Any]:
