@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_bridge.convert.journal import Place
 from megatron_bridge.convert.plan import Item, Unit
+from megatron_bridge.huggingface.shards import plan_shards
 from megatron_bridge.huggingface.write import SafetensorsFolder
 from megatron_bridge.registry import HfConfig
 from megatron_bridge.source import Source, whole
@@ -26,8 +27,9 @@ class HuggingFaceSink:
     ) -> None:
         self._config, self._companions, self._shard_bytes = config, companions, shard_bytes
         self.items = [
-            Item(name, info.dtype, info.shape, (whole(info.shape),))
-            for name, info in source.tensors().items()
+            Item(name, info.dtype, info.shape, (whole(info.shape),), file)
+            for file, shard in enumerate(plan_shards(source.tensors(), shard_bytes))
+            for name, info in shard.items()
         ]
 
     def prepare(self, folder: Path) -> None:

@@ -21,12 +21,15 @@ class Item:
         dtype: its dtype, in both.
         shape: of the whole tensor.
         rectangles: its parts; a unit never crosses their borders.
+        file: number of the file that all of it is written into; always 0 when each worker writes
+            into a file of its own.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     rectangles: tuple[Ranges, ...]
+    file: int = 0
 
     @property
     def info(self) -> TensorInfo:

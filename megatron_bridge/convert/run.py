@@ -1,5 +1,6 @@
 """One conversion from start to end: plan, workers, journal, rename."""
 
+import itertools
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from megatron_bridge.convert.workers import Workers
 _BATCH_SIZE = 4
 """Size of a batch in units of full size: small units are not worth a message each."""
 _BATCH_UNITS = 256
+_FILES_AT_ONCE = 8
+"""Files that are written at one time; a constant, because all ranks must cut the work alike."""
 _POLL_SECONDS = 0.02
 _ENDED = "ended before"
 
@@ -199,8 +202,12 @@ class _Conversion:
 
     def _batches(self, done: dict[int, Place]) -> list[list[int]]:
         """What is left, in portions worth a message; the same on every rank."""
-        left = [index for index in range(len(self.units)) if index not in done]
-        return list(_portions(self.units, left, _BATCH_SIZE * self.unit_bytes))
+        left: dict[int, list[int]] = {}
+        for index, unit in enumerate(self.units):
+            if index not in done:
+                left.setdefault(unit.item.file, []).append(index)
+        most = _BATCH_SIZE * self.unit_bytes
+        return list(_in_turns([list(_portions(self.units, file, most)) for file in left.values()]))
 
     def _hand_out(
         self, workers: Workers, notes: Journal, progress: Progress, batches: list[list[int]]
@@ -271,3 +278,10 @@ def _portions(units: list[Unit], indices: list[int], most: int) -> Iterator[list
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _in_turns(files: list[list[list[int]]]) -> Iterator[list[int]]:
+    """Batches of one file and another in turn: a file takes the writes of one process at a time."""
+    for start in range(0, len(files), _FILES_AT_ONCE):
+        for turn in itertools.zip_longest(*files[start : start + _FILES_AT_ONCE]):
+            yield from (batch for batch in turn if batch is not None)

@@ -27,6 +27,7 @@ from megatron_bridge.huggingface.safetensors_file import (
 )
 from megatron_bridge.huggingface.shards import file_names, files_of, plan_shards, write_header
 from megatron_bridge.huggingface.transpose import in_order
+from megatron_bridge.page_cache import begin_write_back, write_all
 from megatron_bridge.source import Ranges, TensorInfo
 
 SHARD_BYTES = 5 * 10**9
@@ -45,8 +46,6 @@ COPIED = (
 )
 # A rectangle that does not lie in one piece is put in order in pieces of this size.
 _PIECE_BYTES = 8 << 20
-# Of one write(): for larger ones the kernel looks for large pages, longer than it copies.
-_MOST_BYTES = 128 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -174,9 +173,8 @@ class SafetensorsFolder:
                 if path not in self._open:
                     self._open[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 descriptor = self._open[path]
-            while data:
-                written = os.pwrite(descriptor, data[:_MOST_BYTES], offset)
-                data, offset = data[written:], offset + written
+            write_all(lambda part, at: os.pwrite(descriptor, part, offset + at), data)
+            begin_write_back(descriptor, offset, len(data))
         except OSError as error:
             raise _explained(error, path, len(data)) from error
 

@@ -5,13 +5,16 @@ import mmap
 import pickle
 import re
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, cast
 
 import torch
 from torch import Tensor
 
 _MAGIC = b"PK\x03\x04"
+_MOST_KNOWN = 64
+_MOST_FRAME = 16 << 10
+"""Bytes of an archive beside its data that are worth keeping; torch writes about 1,500."""
 # What a damaged or refused archive makes torch.load and zipfile raise.
 DAMAGE = (
     ArithmeticError,
@@ -50,14 +53,58 @@ class Data:
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-def locate(file: mmap.mmap, start: int, length: int) -> Data:
-    """Find the tensor that ``torch.save`` wrote at these bytes of a file.
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An archive that was looked at: its bytes before and behind the data, and where the data is.
 
-    Raises:
-        ValueError: when the bytes are no such archive, are damaged, or hold anything else than
-            one plain tensor.
+    Attributes:
+        data: as if the archive began at byte 0.
     """
-    window = _Window(file, start, length)
+
+    head: bytes
+    tail: bytes
+    data: Data
+
+
+class Locator:
+    """Finds the tensors that ``torch.save`` wrote into files.
+
+    A checkpoint has thousands of archives that differ in nothing but their numbers. Where such an
+    archive's bytes outside the data are those of one that it knows, it need not be looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}  # by length
+
+    def locate(self, file: mmap.mmap, start: int, length: int) -> Data:
+        """Find the tensor at these bytes of a file.
+
+        Raises:
+            ValueError: when the bytes are no such archive, are damaged, or hold anything else than
+                one plain tensor.
+        """
+        known = self._known.get(length)
+        if known is None or file[start : start + len(known.head)] != known.head:
+            return self._look(file, start, length)
+        data = replace(known.data, start=start + known.data.start)
+        # Checksums of the data, which not every writer notes, make the tails differ.
+        if file[start + length - len(known.tail) : start + length] != known.tail:
+            _check_record(_Window(file, start, length), known.data.start, data.bytes)
+        return data
+
+    def _look(self, file: mmap.mmap, start: int, length: int) -> Data:
+        data = _look(_Window(file, start, length))
+        if len(self._known) == _MOST_KNOWN:
+            self._known.clear()
+        end = data.start + data.bytes
+        head, tail = file[start : start + data.start], file[start + end : start + length]
+        if data.bytes and len(head) + len(tail) < _MOST_FRAME:
+            self._known[length] = _Known(head, tail, data)
+        return replace(data, start=start + data.start)
+
+
+def _look(window: "_Window") -> Data:
+    """Where an archive's data is, as if the archive began at byte 0."""
     tensor = _frame(window)
     storage = tensor.untyped_storage()
     size = storage.nbytes()
@@ -67,7 +114,7 @@ def locate(file: mmap.mmap, start: int, length: int) -> Data:
         _check_record(window, inside, size)
     _check_extent(tensor, size)
     shape, stride = tuple(tensor.shape), tensor.stride()
-    return Data(tensor.dtype, shape, stride, int(tensor.storage_offset()), start + inside, size)
+    return Data(tensor.dtype, shape, stride, int(tensor.storage_offset()), inside, size)
 
 
 def _frame(window: "_Window") -> Tensor:

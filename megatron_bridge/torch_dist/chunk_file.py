@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
+from megatron_bridge.page_cache import begin_write_back, write_all
 from megatron_bridge.source import Ranges
 
 # Megatron gives the files of a checkpoint this ending, and its tools look for it.
 SUFFIX = ".distcp"
 # Torch aligns data to this inside an archive; aligned archives make aligned data.
 _ALIGNMENT = 64
-# Of one write(): for larger ones the kernel looks for large pages, longer than it copies.
-_MOST_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,7 @@ class ChunkFile:
             self._file.seek(before)
             raise
         length = self._file.tell() - start
+        begin_write_back(self._file.fileno(), start, length)
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
         return ChunkRecord(key, tuple(offsets), shape, dtype, self.path.name, start, length)
@@ -145,14 +145,12 @@ class _Whole:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = 0
         try:
-            while done < len(view):
-                done += self._file.write(view[done : done + _MOST_BYTES])
+            write_all(lambda part, _: self._file.write(part), view)
         except OSError as error:
             self.error = self.error or error
             raise
-        return done
+        return len(view)
 
     def flush(self) -> None:
         """Nothing is held back."""

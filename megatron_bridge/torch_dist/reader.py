@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_bridge.archive import refuse_compressed
 from megatron_bridge.source import Ranges, TensorInfo
 from megatron_bridge.torch_dist import metadata
-from megatron_bridge.torch_dist.archives import DAMAGE, Data, locate, reason
+from megatron_bridge.torch_dist.archives import DAMAGE, Data, Locator, reason
 from megatron_bridge.torch_dist.metadata import Chunk, Place, Stored, some
 from megatron_bridge.torch_dist.tiling import Tiling, check_inside, overlap, show, within
 
@@ -82,6 +82,7 @@ class TorchDist:
         self._map = functools.lru_cache(_MOST_MAPS)(self._open)
         self._tilings: dict[str, Tiling] = {}
         self._data: dict[Place, Data] = {}
+        self._locator = Locator()
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor, the optimizer's among them."""
@@ -193,7 +194,7 @@ class TorchDist:
             f"the chunk {show(chunk.ranges)} of '{name}'"
         )
         try:
-            found = locate(self._map(place.file), place.start, place.length)
+            found = self._locator.locate(self._map(place.file), place.start, place.length)
         except ValueError as error:
             raise ValueError(f"{what}: {error}; copy the checkpoint again") from error
         dtype, sizes = self._tensors[name].dtype, _sizes(chunk.ranges)
