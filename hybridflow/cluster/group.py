@@ -113,6 +113,11 @@ class WorkerGroup:
         """Number of ranks."""
         return self.layout.world
 
+    @property
+    def over(self) -> bool:
+        """Whether it broke or was closed: it takes no more calls, and its processes are ended."""
+        return self._broken is not None
+
     def wait_until_started(self) -> "WorkerGroup":
         """Waits for every rank's constructor; raises as a call does."""
         self._started.result()

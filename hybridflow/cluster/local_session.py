@@ -15,7 +15,7 @@ from hybridflow.cluster.host import (
     free_port,
     init_arguments,
 )
-from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave
+from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave, slots_of
 from hybridflow.cluster.transfer import Piece
 from megatron_bridge.layout import ParallelLayout
 
@@ -50,9 +50,21 @@ class LocalSession:
         init_kwargs: Mapping[str, Any] | None = None,
         *,
         threads: int = 1,
+        first_slot: int = 0,
     ) -> WorkerGroup:
         """See ``Session.group``; ``threads`` is that of this process and changes nothing here."""
-        self._register.claim(name)
+        with self._register.claim(name):
+            return self._start(name, worker_class, layout, pool, init_kwargs, first_slot)
+
+    def _start(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None,
+        init_kwargs: Mapping[str, Any] | None,
+        first_slot: int,
+    ) -> WorkerGroup:
         independent = not isinstance(layout, ParallelLayout)
         layout = as_layout(name, layout)
         if not independent and layout.world > 1:
@@ -60,11 +72,8 @@ class LocalSession:
                 f"group '{name}': a session in one process runs one rank per role, the layout has "
                 f"{layout.world}; use tp=pp=dp=1 or a RaySession"
             )
-        if pool is not None and layout.world > pool.slots:
-            raise ValueError(
-                f"group '{name}': {layout.world} ranks do not fit pool '{pool.name}' of "
-                f"{pool.slots} slots"
-            )
+        if pool is not None:
+            slots_of(name, layout.world, pool, first_slot)
         ranks = _Threads(name, worker_class, layout.world, init_arguments(init_kwargs))
         group = WorkerGroup(
             name,

@@ -14,11 +14,11 @@ from typing import Any, Self
 from hybridflow.cluster import processes, ray_runtime
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import init_arguments
-from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave
+from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave, slots_of
 from megatron_bridge.layout import ParallelLayout
 
-GROUPS_PER_POOL = 8
-"""How many groups may share a pool: each takes this fraction of a slot."""
+GROUPS_PER_SLOT = 8
+"""How many groups may share a slot: each takes this fraction of it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class RaySession:
         self._start_seconds, self._call_seconds = start_timeout, call_timeout
         self._register = GroupRegister()
         self._placements: list[Any] = []
-        self._groups_in: dict[str, int] = {}
+        self._pools: set[str] = set()
+        self._taken_by: dict[str, set[tuple[str, int]]] = {}  # (pool, slot) of each group
         self._open = True
         self._scratch = None if log_dir else tempfile.TemporaryDirectory(prefix="hybridflow-log-")
         self._logs = Path(log_dir or self._scratch.name).absolute()  # type: ignore[union-attr]
@@ -109,7 +110,7 @@ class RaySession:
         """Reserves slots, on as few nodes as possible; slots of one node are neighbours."""
         from ray.util.placement_group import placement_group, placement_group_table
 
-        if name in self._groups_in:
+        if name in self._pools:
             raise ValueError(f"the session has a pool '{name}' already; choose another name")
         if not 1 <= slots <= self._slots - self._taken:
             raise ValueError(
@@ -125,7 +126,7 @@ class RaySession:
                 "jobs may hold the cluster's devices"
             )
         self._taken += slots
-        self._groups_in[name] = 0
+        self._pools.add(name)
         node_of = placement_group_table(placement)["bundles_to_node_id"]
         order = tuple(sorted(range(slots), key=lambda index: (node_of[index], index)))
         nodes = tuple(node_of[index] for index in order)
@@ -140,16 +141,30 @@ class RaySession:
         init_kwargs: Mapping[str, Any] | None = None,
         *,
         threads: int = 1,
+        first_slot: int = 0,
     ) -> WorkerGroup:
         """See ``Session.group``."""
+        with self._register.claim(name):
+            return self._start(name, worker_class, layout, pool, init_kwargs, threads, first_slot)
+
+    def _start(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None,
+        init_kwargs: Mapping[str, Any] | None,
+        threads: int,
+        first_slot: int,
+    ) -> WorkerGroup:
         from hybridflow.cluster.ray_ranks import ActorRanks
 
-        self._register.claim(name)
         independent = not isinstance(layout, ParallelLayout)
         layout = as_layout(name, layout)
         mark = f"{self.mark}{name}/"
-        options = self._options(name, layout.world, pool, mark, threads)
-        one_node = pool is not None and len(set(pool.handle.nodes[: layout.world])) == 1
+        slots = range(0) if pool is None else slots_of(name, layout.world, pool, first_slot)
+        options = self._options(name, layout.world, pool, slots, mark, threads)
+        one_node = pool is not None and len({pool.handle.nodes[slot] for slot in slots}) == 1
         surroundings = [
             self._surroundings(f"{name}-{rank}", one_node) for rank in range(layout.world)
         ]
@@ -172,7 +187,13 @@ class RaySession:
         return self._register.add(group)
 
     def _options(
-        self, name: str, world: int, pool: Pool | None, mark: str, threads: int
+        self,
+        name: str,
+        world: int,
+        pool: Pool | None,
+        slots: range,
+        mark: str,
+        threads: int,
     ) -> list[dict[str, Any]]:
         variables = {
             processes.MARK: mark,
@@ -188,17 +209,8 @@ class RaySession:
             return [{**common, "scheduling_strategy": "SPREAD"} for _ in range(world)]
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if world > pool.slots:
-            raise ValueError(
-                f"group '{name}': {world} ranks do not fit pool '{pool.name}' of {pool.slots} slots"
-            )
-        if self._groups_in[pool.name] >= GROUPS_PER_POOL:
-            raise ValueError(
-                f"group '{name}': pool '{pool.name}' holds {GROUPS_PER_POOL} groups, the most that "
-                "may share one"
-            )
-        self._groups_in[pool.name] += 1
-        share = 1 / GROUPS_PER_POOL
+        self._take(name, pool, slots)
+        share = 1 / GROUPS_PER_SLOT
         return [
             {
                 **common,
@@ -208,8 +220,23 @@ class RaySession:
                     pool.handle.placement, placement_group_bundle_index=bundle
                 ),
             }
-            for bundle in pool.handle.bundles[:world]
+            for bundle in (pool.handle.bundles[slot] for slot in slots)
         ]
+
+    def _take(self, name: str, pool: Pool, slots: range) -> None:
+        """Notes who takes the slots; ``ValueError`` when one of them is full."""
+        working = self._register.working()
+        for slot in slots:
+            sharing = sum(
+                group in working and (pool.name, slot) in taken
+                for group, taken in self._taken_by.items()
+            )
+            if sharing >= GROUPS_PER_SLOT:
+                raise ValueError(
+                    f"group '{name}': slot {slot} of pool '{pool.name}' holds {GROUPS_PER_SLOT} "
+                    "groups, the most that may share one"
+                )
+        self._taken_by[name] = {(pool.name, slot) for slot in slots}
 
     def _surroundings(self, label: str, one_node: bool) -> Any:
         from hybridflow.cluster.ray_ranks import Surroundings

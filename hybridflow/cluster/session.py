@@ -1,10 +1,13 @@
 """What a session offers, whether it runs on Ray or in this process."""
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from hybridflow.cluster.errors import ClusterError
 from hybridflow.cluster.group import CLOSE_SECONDS, WorkerGroup
 from megatron_bridge.layout import ParallelLayout
 
@@ -40,13 +43,16 @@ class Session(Protocol):
         init_kwargs: Mapping[str, Any] | None = None,
         *,
         threads: int = 1,
+        first_slot: int = 0,
     ) -> WorkerGroup:
         """Starts one worker per rank of the layout (a number: that many independent workers) and
         returns at once; calls queue behind the workers' constructors.
 
-        Rank r takes the pool's slot r; groups on one pool share its devices. Without a pool the
-        workers take no device. A constructor gets ``rank``, ``world`` and ``rendezvous`` (host,
-        port) and ``init_kwargs``. ``threads`` is the number of threads of a worker's maths.
+        Rank r takes the pool's slot ``first_slot`` + r; groups on one pool share its devices.
+        Without a pool the workers take no device. A constructor gets ``rank``, ``world`` and
+        ``rendezvous`` (host, port) and ``init_kwargs``. ``threads`` is the number of threads of a
+        worker's maths. The name of a group that is over may be taken again. Threads may call this
+        while another closes the session: a group that starts too late raises ``ClusterError``.
         """
         ...
 
@@ -68,25 +74,51 @@ def as_layout(name: str, layout: ParallelLayout | int) -> ParallelLayout:
     return ParallelLayout(dp=layout)
 
 
+def slots_of(name: str, world: int, pool: Pool, first_slot: int) -> range:
+    """The pool's slots that a group of ``world`` ranks takes; ``ValueError`` when it has not as
+    many."""
+    if first_slot < 0 or first_slot + world > pool.slots:
+        begin = f" from slot {first_slot} on" if first_slot else ""
+        raise ValueError(
+            f"group '{name}': {world} ranks do not fit pool '{pool.name}' of {pool.slots} slots"
+            f"{begin}"
+        )
+    return range(first_slot, first_slot + world)
+
+
 class GroupRegister:
-    """The groups of a session by name, and closing them all."""
+    """The groups of a session by name, and closing them all. Threads may share it."""
 
     def __init__(self) -> None:
         self._groups: dict[str, WorkerGroup] = {}
+        self._closed = False
+        self._lock = threading.RLock()  # a group starts before a session closes, or not at all
 
-    def claim(self, name: str) -> None:
-        """``ValueError`` when the name is taken."""
-        if name in self._groups:
-            raise ValueError(f"the session has a group '{name}' already; choose another name")
+    @contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Holds the name while its group is made. ``ValueError`` when a group that is not over
+        has it, ``ClusterError`` when the session is closed."""
+        with self._lock:
+            if self._closed:
+                raise ClusterError(f"group '{name}' cannot start: its session is closed")
+            if name in self._groups and not self._groups[name].over:
+                raise ValueError(f"the session has a group '{name}' already; choose another name")
+            yield
 
     def add(self, group: WorkerGroup) -> WorkerGroup:
         """Registers a new group."""
         self._groups[group.role] = group
         return group
 
+    def working(self) -> set[str]:
+        """Names of the groups that are not over."""
+        return {name for name, group in self._groups.items() if not group.over}
+
     def close(self) -> list[Exception]:
         """Closes every group, all within one deadline; what went wrong is returned, so that the
         rest of a session can be closed before it is raised."""
+        with self._lock:
+            self._closed = True
         problems: list[Exception] = []
         for group in self._groups.values():
             group.begin_close()

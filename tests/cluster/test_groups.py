@@ -12,6 +12,7 @@ import torch
 
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster import (
+    ClusterError,
     GroupClosed,
     LocalSession,
     Pool,
@@ -21,6 +22,7 @@ from hybridflow.cluster import (
     WorkerGroup,
     processes,
 )
+from hybridflow.cluster.ray_session import GROUPS_PER_SLOT
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
 from tests.cluster.workers import Sore, Worker
@@ -86,7 +88,7 @@ def test_workers_take_over_the_drivers_surroundings(pair: WorkerGroup) -> None:
 
 
 def test_groups_share_a_pool_and_set_their_threads(session: RaySession, pool: Pool) -> None:
-    group = session.group("guest", Worker, 2, pool, {"join": False}, threads=2)
+    group = session.group("guest", Worker, 2, pool, {"join": False}, threads=2, first_slot=1)
     assert [place["variables"] for place in group.run(Worker.describe)] == [["2", "2"]] * 2
     assert {group.run(Worker.who) for _ in range(2)} == {0, 1}
     assert torch.equal(group.run(Worker.big, 300_000), torch.arange(300_000))
@@ -118,6 +120,41 @@ def test_calls_run_in_order_and_close_ends_everything(either: Session) -> None:
         assert not _lives(int(str(place["pid"])))
 
 
+def test_a_name_is_free_again_once_its_group_is_over(either: Session) -> None:
+    group = either.group("again", Worker, 1)
+    with pytest.raises(ValueError, match="a group 'again' already"):
+        either.group("again", Worker, 1)
+    with pytest.raises(WorkerError, match="no such token"):
+        group.run(Worker.hang_unless, 0, "raise")
+    assert group.over
+    second = either.group("again", Worker, 1)
+    assert second.run(Worker.note, 3) == [[3]] and not second.over
+    second.close()
+    assert either.group("again", Worker, 1).run(Worker.note, 4) == [[4]]
+
+
+def test_no_group_starts_once_its_session_is_closed() -> None:
+    session = LocalSession()
+    session.close()
+    with pytest.raises(ClusterError, match="group 'late' cannot start: its session is closed"):
+        session.group("late", Worker, 1)
+
+
+@pytest.mark.slow
+def test_a_slot_holds_so_many_groups_and_is_given_back(session: RaySession, pool: Pool) -> None:
+    groups = [
+        session.group(f"seat-{turn}", Worker, 1, pool, first_slot=2)
+        for turn in range(GROUPS_PER_SLOT)
+    ]
+    with pytest.raises(ValueError, match="slot 2 of pool 'devices' holds 8 groups"):
+        session.group("one-more", Worker, 1, pool, first_slot=2)
+    groups[0].run(Worker.who)
+    groups[0].close()
+    assert session.group("one-more", Worker, 1, pool, first_slot=2).run(Worker.who) == 0
+    for group in groups[1:]:
+        group.close()
+
+
 def test_calls_that_cannot_be_are_refused(session: RaySession, pair: WorkerGroup) -> None:
     with pytest.raises(ValueError, match=r"undeclared declares no transfer"):
         pair.call(Worker.undeclared)
@@ -136,6 +173,9 @@ def test_pools_and_groups_that_do_not_fit_are_refused(
         session.pool("devices", 1)
     with pytest.raises(ValueError, match="4 ranks do not fit pool 'devices' of 3 slots"):
         session.group("four", Worker, 4, pool)
+    for either, place in ((session, pool), (local, local.pool("three", 3))):
+        with pytest.raises(ValueError, match="do not fit pool '.*' of 3 slots from slot 2 on"):
+            either.group("far", Worker, 2, place, {"join": False}, first_slot=2)
     with pytest.raises(ValueError, match="one rank per role, the layout has 2"):
         local.group("two", Worker, ParallelLayout(tp=2))
     with pytest.raises(ValueError, match="nodes=2 needs the address"):
