@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hybridflow.recipe.names import hint
+from hybridflow.weight_sync.delta_manifest import chain
 from hybridflow.weight_sync.layout import hf_shapes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -56,10 +57,16 @@ def write_version(
 
 
 def remove_versions(directory: str | Path, keep: int | None = None) -> list[Path]:
-    """Remove every written version, `keep` excepted, from `directory`; returns what went."""
+    """Remove written versions from `directory`; returns what went.
+
+    `keep` stays, and what it is built from when it is a delta.
+    """
+    kept: set[str] = set()
+    if keep is not None and (Path(directory) / f"v{keep}").is_dir():
+        kept = {f"v{version}" for version in chain(directory, keep)}
     removed = []
     for folder in sorted(Path(directory).glob("v[0-9]*")):
-        if folder.name != f"v{keep}" and folder.name[1:].isdigit():
+        if folder.name not in kept and folder.name[1:].isdigit():
             shutil.rmtree(folder)
             removed.append(folder)
     return removed
@@ -86,7 +93,7 @@ def _write_weights(
         for name, tensor in weights:
             if name == "lm_head.weight" and tied:
                 continue
-            _check(name, tensor, shapes, missing, dtype)
+            check_weight(name, tensor, shapes, missing, dtype)
             if dtype is None:
                 dtype = tensor.dtype
                 offsets = _lay_out(file, shapes, dtype, path)
@@ -100,7 +107,14 @@ def _write_weights(
     return dtype
 
 
-def _check(name, tensor, shapes, missing, dtype) -> None:
+def check_weight(
+    name: str,
+    tensor: torch.Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+    missing: Collection[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """ValueError unless `tensor` is one of the `missing` weights, of its shape and of `dtype`."""
     if name not in missing:
         what = "came twice" if name in shapes else "is unknown"
         raise ValueError(f"weight {name!r} {what}; {hint(name, missing)}")
@@ -126,17 +140,18 @@ def _lay_out(file: BinaryIO, shapes, dtype: torch.dtype, path: Path) -> dict[str
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    _check_space(path.parent, start + at)
+    check_space(path.parent.parent, start + at)
     os.posix_fallocate(file.fileno(), 0, start + at)
     os.pwrite(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
     return {name: start + header[name]["data_offsets"][0] for name in shapes}
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
+    """ValueError when `folder` has no room for `needed` bytes and some to spare."""
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE_BYTES:
         raise ValueError(
-            f"{folder.parent} has {free / 1e6:.0f} MB free; the version needs "
+            f"{folder} has {free / 1e6:.0f} MB free; the version needs "
             f"{(needed + _SPARE_BYTES) / 1e6:.0f} MB. Free some, or set another "
             "roles.rollout.sync.directory."
         )
