@@ -19,7 +19,7 @@ def inverse(plan: ReshardPlan) -> tuple[Copy, ...]:
     Raises:
         ValueError: the engine does not keep all of the model; names what it lacks.
     """
-    planner = Planner(plan.config, plan.layout)
+    planner = plan.planner
     taken: dict[tuple[int, int, int], list[Box]] = {}
     found = [
         copy

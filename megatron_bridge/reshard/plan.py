@@ -11,7 +11,7 @@ from megatron_bridge.mappings import Weight, shapes_of
 from megatron_bridge.registry import HfConfig
 from megatron_bridge.reshard import targets as rollout
 from megatron_bridge.reshard.copies import Copy
-from megatron_bridge.reshard.planner import Planner
+from megatron_bridge.reshard.planner import Held, Planner
 from megatron_bridge.reshard.targets import TargetParameter, Targets
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
@@ -28,7 +28,7 @@ class ReshardPlan:
         layout: the trainer's.
         targets: the parameters of each rank of the engine.
         dtype: the model's in the engine.
-        weights: of the model; a copy says which.
+        planner: what the trainer's ranks hold.
         copies: each element of the targets once, padding left out; in the order of target rank,
             parameter and box.
     """
@@ -37,8 +37,13 @@ class ReshardPlan:
     layout: ParallelLayout
     targets: tuple[tuple[TargetParameter, ...], ...]
     dtype: str
-    weights: tuple[Weight, ...]
+    planner: Planner
     copies: tuple[Copy, ...]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Of the model; a copy says which."""
+        return self.planner.weights
 
     def parameter(self, copy: Copy) -> TargetParameter:
         """The parameter that a copy is for."""
@@ -58,25 +63,26 @@ class ReshardPlan:
         """Ranks of the engine."""
         return len(self.targets)
 
-    @property
+    @cached_property
     def model_bytes(self) -> int:
         """Bytes of all HuggingFace tensors."""
-        planner = Planner(self.config, self.layout)
-        return sum(self._bytes_of(planner, weight) for weight in planner.weights)
+        return sum(
+            self._piece_bytes(weight, held)
+            for weight in self.weights
+            for held in self.planner.held(weight)
+        )
 
     def held_bytes(self, rank: int) -> int:
         """Bytes of HuggingFace tensors that a trainer rank holds."""
-        planner = Planner(self.config, self.layout)
-        return sum(self._bytes_of(planner, weight, rank) for weight in planner.weights)
-
-    def _bytes_of(self, planner: Planner, weight: Weight, rank: int | None = None) -> int:
-        """Bytes of a weight's parts, of those places alone that ``rank`` holds."""
-        elements = sum(
-            regions.volume(held.piece.huggingface)
-            for held in planner.held(weight)
-            if rank is None or rank in planner.holders(weight, held.place)
+        return sum(
+            self._piece_bytes(weight, held)
+            for weight in self.weights
+            for held in self.planner.held(weight)
+            if rank in self.planner.holders(weight, held.place)
         )
-        return elements * itemsize(weight.row.dtype or self.dtype)
+
+    def _piece_bytes(self, weight: Weight, held: Held) -> int:
+        return regions.volume(held.piece.huggingface) * itemsize(weight.row.dtype or self.dtype)
 
 
 def itemsize(dtype: str) -> int:
@@ -119,7 +125,7 @@ def plan(
         layout,
         tuple(map(tuple, targets)),
         name,
-        tuple(planner.weights),
+        planner,
         tuple(_copies(planner, targets)),
     )
 

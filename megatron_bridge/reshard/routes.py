@@ -188,18 +188,18 @@ class Routes:
 
     def traffic(self) -> Traffic:
         """Bytes of one sync of all engines."""
-        sent = [LinkBytes()] * len(self.trainer)
-        received = [[LinkBytes()] * len(self.plan.targets) for _ in self.engines]
+        sent = [[0] * len(LINKS) for _ in self.trainer]
+        received = [[[0] * len(LINKS) for _ in engine] for engine in self.engines]
         for engine, index, run in self._all_runs():
-            group = self._groups[index]
+            group, kind = self._groups[index], LINKS.index(run.link)
             size = group.bytes_before[run.stop] - group.bytes_before[run.start]
-            sent[run.source] = sent[run.source].plus(run.link, size)
-            received[engine][group.rank] = received[engine][group.rank].plus(run.link, size)
+            sent[run.source][kind] += size
+            received[engine][group.rank][kind] += size
         model = self.plan.model_bytes
         ranks = len(self.engines) * len(self.plan.targets)
         return Traffic(
-            tuple(sent),
-            tuple(map(tuple, received)),
+            tuple(LinkBytes(*rank) for rank in sent),
+            tuple(tuple(LinkBytes(*rank) for rank in engine) for engine in received),
             len(self.engines) * self.plan.bytes_before[-1],
             self._lower_bound(),
             model,

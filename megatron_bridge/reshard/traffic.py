@@ -20,10 +20,6 @@ class LinkBytes(NamedTuple):
     host: int = 0
     network: int = 0
 
-    def plus(self, link: Link, count: int) -> "LinkBytes":
-        """With ``count`` bytes more of a kind."""
-        return self._replace(**{link: getattr(self, link) + count})
-
     @property
     def moved(self) -> int:
         """Bytes that leave a device."""
