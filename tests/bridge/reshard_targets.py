@@ -42,23 +42,30 @@ def _expert(name: str) -> int | None:
 
 def plain(shapes: Shapes, tp: int, ep: int = 1) -> Engine:
     """Each tensor cut over ``tp`` ranks; experts spread over ``ep`` groups of these ranks."""
-    return [tuple(_plain(shapes, tp, ep, rank)) for rank in range(tp)]
-
-
-def _plain(shapes: Shapes, tp: int, ep: int, rank: int) -> Iterator[TargetParameter]:
+    engine: list[list[TargetParameter]] = [[] for _ in range(tp)]
     experts = 1 + max((_expert(name) or 0 for name in shapes), default=0)
     for name, shape in shapes.items():
-        expert, parts, part = _expert(name), tp, rank
+        expert, first, parts = _expert(name), 0, tp
         if expert is not None:
-            parts, part = tp // ep, rank % (tp // ep)
-            if expert // (experts // ep) != rank // (tp // ep):
-                continue
-        words, box = {*name.split(".")}, _whole(shape)
-        if words & (_ROWS | _COLUMNS) and name.endswith("weight"):
-            dimension = 0 if words & _ROWS else 1
-            box = _sliced(shape, dimension, cut(shape[dimension], parts, part))
-        target = _whole(_lengths(box))
-        yield TargetParameter(name, _lengths(box), (Fill(name, box, target),))
+            parts = tp // ep
+            first = expert // (experts // ep) * parts
+        dimension = _cut_dimension(name)
+        for part in range(parts):
+            box = _whole(shape)
+            if dimension is not None:
+                box = _sliced(shape, dimension, cut(shape[dimension], parts, part))
+            lengths = _lengths(box)
+            fills = (Fill(name, box, _whole(lengths)),)
+            engine[first + part].append(TargetParameter(name, lengths, fills))
+    return [tuple(rank) for rank in engine]
+
+
+def _cut_dimension(name: str) -> int | None:
+    module, _, kind = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    if kind != "weight" or module not in _ROWS | _COLUMNS:
+        return None
+    return 0 if module in _ROWS else 1
 
 
 def scattered(shapes: Shapes, ranks: int, seed: int) -> Engine:
