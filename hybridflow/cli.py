@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-_MODULES = ("train", "check", "explain", "data", "report", "make", "convert")
-COMMANDS = (*_MODULES, "inspect", "diff", "verify")
+_MODULES = ("train", "check", "explain", "data", "report", "make", "convert", "plan_sync")
+COMMANDS = (*_MODULES[:-1], "plan-sync", "inspect", "diff", "verify")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -54,6 +54,19 @@ def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Ten
     assert dist.get_rank() != 0 or not unfinished.left, unfinished.left.keys()
 
 
+def local_weights(model: Model) -> dict[int, Tensor]:
+    """This rank's tensors by their weight's number in ``mappings.weights``; live, not copies.
+
+    A rank that holds a tied embedding twice gives the first.
+    """
+    config = translation.resolve(origin(model).hf_config)
+    number = {(weight.key, weight.expert): n for n, weight in enumerate(weights(config))}
+    held: dict[int, Tensor] = {}
+    for one in parameters(model):
+        held.setdefault(number[one.weight.key, one.weight.expert], one.tensor.detach())
+    return held
+
+
 def weight_dtypes(hf_config: HfConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every exported tensor of a model in ``dtype``."""
     return {

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from megatron_bridge.convert.sizes import parse_bytes
+
 LARGEST = 2**31 - 1  # what every library behind the recipe can count to
 
 
@@ -72,12 +74,22 @@ def _top_k(value: Any) -> Any:
     return value
 
 
+def _size(value: Any) -> Any:
+    try:
+        parse_bytes(value)
+    except (ValueError, AttributeError):
+        what = f"must be a size such as 512MiB or 1GB, not {value!r}"
+        raise Wrong(what, "write `512MiB`") from None
+    return value
+
+
 Clip = Annotated[float | list[float], BeforeValidator(_clip)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
 RunName = Annotated[str, BeforeValidator(_run_name)]
 FunctionPath = Annotated[str, BeforeValidator(_function_path)]
 Dataflow = Annotated[str | dict[str, Any], BeforeValidator(_dataflow)]
 TopK = Annotated[int, BeforeValidator(_top_k)]
+Size = Annotated[str, BeforeValidator(_size)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -4,9 +4,19 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridflow.recipe.ranges import Count, FunctionPath, Positive, Seconds, Text, TopK
+from hybridflow.recipe.ranges import (
+    LARGEST,
+    Count,
+    FunctionPath,
+    Positive,
+    Seconds,
+    Size,
+    Text,
+    TopK,
+)
 from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.signature import RoleKind
+from megatron_bridge.convert.sizes import parse_bytes
 from megatron_bridge.layout import ParallelLayout
 
 
@@ -69,6 +79,9 @@ class RolloutParallelSection(Section):
 
     tp: Count = Field(default=1, description="devices of one server")
     dp: Count = Field(default=1, description="number of servers")
+    ep: Count = Field(
+        default=1, description="groups of a server's devices over which its experts are spread"
+    )
 
 
 class SamplingSection(Section):
@@ -85,9 +98,41 @@ class SamplingSection(Section):
 class SyncSection(Section):
     """How weights reach the servers."""
 
-    directory: Text = Field(
-        default="/dev/shm", description="folder that trainer and servers both see"
+    transport: Literal["direct", "broadcast", "disk"] = Field(
+        default="direct",
+        description="each server rank gets the bytes that it needs; or whole tensors over SGLang's "
+        "own broadcast; or whole tensors through a shared folder",
     )
+    mode: Literal["standby", "bucketed"] = Field(
+        default="standby",
+        description="of `direct`: whole shards beside the server, two of them kept; or two buckets "
+        "while the server waits",
+    )
+    bucket: Size = Field(
+        default="512MiB", description="most bytes on their way at once, twice of them in memory"
+    )
+    pause: Literal["retract", "abort", "in_place"] = Field(
+        default="retract",
+        description="what becomes of running samples: begun anew with the tokens they have, ended "
+        "as they are, or gone on with under a cache of older weights",
+    )
+    full_every: Count | None = Field(
+        default=None,
+        description="of `disk`: write what has changed alone, and whole versions this often; "
+        "null: whole ones only",
+    )
+    timeout_seconds: Seconds = Field(
+        default=600.0, description="deadline of each phase of a publication"
+    )
+    directory: Text = Field(
+        default="/dev/shm",
+        description="folder of each host's memory (of `disk`: one that all hosts see)",
+    )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes of one bucket."""
+        return parse_bytes(self.bucket)
 
 
 class RolloutSection(Section):
@@ -114,6 +159,16 @@ class RolloutSection(Section):
         description="interpreter of SGLang's environment; null: .venv-sglang/bin/python",
     )
     sync: SyncSection = Field(default=SyncSection(), description="weight sync")
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST,
+        description="most versions by which the weights that sampled may be older than those that "
+        "are updated; 0: on-policy",
+    )
+    repair_seconds: Seconds = Field(
+        default=300.0, description="deadline for bringing a failed server back"
+    )
 
 
 class RewardSection(Section):

@@ -116,8 +116,42 @@ def sync_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("roles.rollout.sync.directory", what, "make it, or choose another")
 
 
+def transport_faults(context: Context) -> Iterator[Fault]:
+    """Ways of publishing that do not go together."""
+    rollout = context.recipe.roles.rollout
+    sync = rollout.sync
+    if sync.transport == "broadcast" and rollout.engine != "sglang":
+        what = "broadcast is SGLang's own way of taking weights; the local engine has none"
+        yield context.fault("roles.rollout.sync.transport", what, "use `direct` or `disk`")
+    if sync.mode == "bucketed" and sync.transport != "direct":
+        what = f"mode: bucketed is a way of `direct`; `{sync.transport}` has no modes"
+        yield context.fault("roles.rollout.sync.mode", what, "remove it, or use transport: direct")
+    if sync.full_every is not None and sync.transport != "disk":
+        what = f"full_every counts versions on disk; `{sync.transport}` writes none"
+        fix = "remove it, or use transport: disk"
+        yield context.fault("roles.rollout.sync.full_every", what, fix)
+    if sync.pause == "in_place" and rollout.max_staleness == 0:
+        what = (
+            "pause: in_place goes on with a cache of older weights, which max_staleness 0 excludes"
+        )
+        fix = "use retract, or allow roles.rollout.max_staleness of 1 or more"
+        yield context.fault("roles.rollout.sync.pause", what, fix)
+
+
+def expert_faults(context: Context) -> Iterator[Fault]:
+    """Experts of a server spread over groups that its devices do not form."""
+    rollout = context.recipe.roles.rollout
+    tp, ep = rollout.parallel.tp, rollout.parallel.ep
+    if tp % ep:
+        what = f"roles.rollout: ep={ep} does not divide tp={tp}"
+        fix = f"choose ep from {[n for n in range(1, tp + 1) if tp % n == 0]}"
+        yield context.fault("roles.rollout.parallel.ep", what, fix)
+
+
 CHECKS = (
     Check((), reward_faults),
+    Check(("roles.rollout",), transport_faults),
+    Check(("roles.rollout.parallel",), expert_faults),
     Check(("roles.rollout.engine", "roles.rollout.python"), server_faults),
     Check(("roles.rollout.sync",), sync_faults),
 )

@@ -1,0 +1,191 @@
+"""Publishing a version to a fleet in two phases, driven from one place.
+
+Either the bytes arrive beside the servers while these go on (*overlapping* transports), are proven
+there, and are then loaded; or the servers are paused first and take the bytes as they come. In both
+no engine serves before it has proven the version, and none goes on while another is still to be
+proven: all that stay in service hold the new version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hybridflow.weight_sync.inbox import PhaseReport
+
+Send = Callable[[Mapping[int, Any], int], Any]
+"""Endpoints by engine and the version to what the trainer's ranks say they sent, by rank."""
+
+
+class PublicationFailed(RuntimeError):
+    """No engine holds the new version. The text has each engine's reason."""
+
+
+class EngineLink(Protocol):
+    """One engine, as the driver reaches it. A phase's future never raises."""
+
+    engine: int
+
+    def phase(self, name: str, version: int, *args: Any) -> Future[PhaseReport]:
+        """Start a phase (a method of ``EngineSide``)."""
+        ...
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one publication did.
+
+    Attributes:
+        version: that is served now.
+        bytes: that reached all engines.
+        seconds: by step, of the slowest engine; ``send`` is the trainer's; ``paused`` is how long
+            servers stood still.
+        checksums: digest of the live parameters by engine.
+        mended: engines that needed a second try, with the reason of the first.
+        failed: engines that hold no proven version, with the reason.
+        behind: engines that still hold the version before, untouched, with the reason.
+    """
+
+    version: int
+    bytes: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    checksums: Mapping[int, str] = field(default_factory=dict)
+    mended: Mapping[int, str] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
+    behind: Mapping[int, str] = field(default_factory=dict)
+
+
+def publish(
+    links: Sequence[EngineLink], send: Send, version: int, *, overlaps: bool
+) -> PublishReport:
+    """Bring ``version`` to every engine.
+
+    Args:
+        links: the engines to bring it to.
+        send: lets the trainer's ranks send; its exceptions end the publication.
+        overlaps: whether bytes arrive while servers go on.
+
+    Raises:
+        PublicationFailed: no engine could be brought to the version.
+    """
+    attempt = _Attempt(version, links)
+    attempt.run(send, overlaps)
+    mended: dict[int, str] = {}
+    if attempt.reasons:
+        mended = _mend(attempt, send, overlaps)
+    if not attempt.proven:
+        lines = [f"- engine {engine}: {why}" for engine, why in sorted(attempt.reasons.items())]
+        raise PublicationFailed(f"no engine holds version {version}:\n" + "\n".join(lines))
+    attempt.each("resume", attempt.proven)
+    if attempt.paused_at is not None:
+        attempt.seconds["paused"] = time.perf_counter() - attempt.paused_at
+    return PublishReport(
+        version,
+        sum(attempt.bytes.values()),
+        attempt.seconds,
+        attempt.checksums,
+        mended,
+        {e: why for e, why in attempt.reasons.items() if e in attempt.touched},
+        {e: why for e, why in attempt.reasons.items() if e not in attempt.touched},
+    )
+
+
+def _mend(attempt: _Attempt, send: Send, overlaps: bool) -> dict[int, str]:
+    """A second try for the engines that failed; their first reasons where it helped."""
+    first = dict(attempt.reasons)
+    links = [link for link in attempt.links if link.engine in first]
+    if overlaps:
+        # What was proven beside the server is pushed again, to a new server where it died.
+        held = [link for link in links if link.engine in attempt.arrived]
+        attempt.reasons = {e: why for e, why in first.items() if e not in attempt.arrived}
+        attempt.proven += attempt.each("restore", held)
+        links = [link for link in links if link.engine not in attempt.arrived]
+    if links:
+        again = _Attempt(attempt.version, links)
+        again.run(send, overlaps)
+        attempt.take(again)
+    return {engine: why for engine, why in first.items() if engine not in attempt.reasons}
+
+
+class _Attempt:
+    """One pass of a version over some engines; an engine drops out at its first failure."""
+
+    def __init__(self, version: int, links: Sequence[EngineLink]) -> None:
+        self.version, self.links = version, list(links)
+        self.reasons: dict[int, str] = {}
+        self.arrived: set[int] = set()
+        self.touched: set[int] = set()
+        self.proven: list[EngineLink] = []
+        self.bytes: dict[int, int] = {}
+        self.checksums: dict[int, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.paused_at: float | None = None
+        self._results: dict[int, Any] = {}
+
+    def run(self, send: Send, overlaps: bool) -> None:
+        """Both phases, up to servers that are paused and proven."""
+        opened = self.each("open", self.links)
+        if not opened:
+            return
+        endpoints = {link.engine: self._results[link.engine] for link in opened}
+        if overlaps:
+            receiving = self._start("receive", opened)
+            proofs = self._send(send, endpoints)
+            came = self.each("prove", self._finish(receiving), proofs)
+            self.arrived |= {link.engine for link in came}
+            loaded = self._finish(self._load(came))
+        else:
+            loading = self._load(opened)
+            proofs = self._send(send, endpoints)
+            loaded = self._finish(loading)
+        self.proven = self.each("confirm", loaded, proofs)
+        self.checksums = {link.engine: self._results[link.engine] for link in self.proven}
+
+    def take(self, other: _Attempt) -> None:
+        """Add what a further pass over some of the engines brought."""
+        self.proven += other.proven
+        self.reasons = {
+            e: why for e, why in self.reasons.items() if e not in {k.engine for k in other.links}
+        } | other.reasons
+        self.touched |= other.touched
+        self.bytes |= other.bytes
+        self.checksums |= other.checksums
+
+    def each(self, phase: str, links: Sequence[EngineLink], *args: Any) -> list[EngineLink]:
+        """Run a phase on engines at once; those that did it."""
+        return self._finish(self._start(phase, links, *args))
+
+    def _load(self, links: Sequence[EngineLink]) -> list[tuple[EngineLink, Future[PhaseReport]]]:
+        self.touched |= {link.engine for link in links}
+        self.paused_at = time.perf_counter()
+        return self._start("load", links)
+
+    def _send(self, send: Send, endpoints: Mapping[int, Any]) -> Any:
+        start = time.perf_counter()
+        proofs = send(endpoints, self.version)
+        self.seconds["send"] = time.perf_counter() - start
+        return proofs
+
+    def _start(
+        self, phase: str, links: Sequence[EngineLink], *args: Any
+    ) -> list[tuple[EngineLink, Future[PhaseReport]]]:
+        return [(link, link.phase(phase, self.version, *args)) for link in links]
+
+    def _finish(
+        self, running: Sequence[tuple[EngineLink, Future[PhaseReport]]]
+    ) -> list[EngineLink]:
+        done = []
+        for link, future in running:
+            report = future.result()
+            self.bytes[link.engine] = max(report.bytes, self.bytes.get(link.engine, 0))
+            for step, seconds in report.seconds.items():
+                self.seconds[step] = max(seconds, self.seconds.get(step, 0.0))
+            if report.reason is None:
+                self._results[link.engine] = report.result
+                done.append(link)
+            else:
+                self.reasons[link.engine] = report.reason
+        return done

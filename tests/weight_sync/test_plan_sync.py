@@ -1,0 +1,110 @@
+"""`hybridflow plan-sync`: a recipe's traffic from config files alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli import main
+from tests.bridge.published_moe import PUBLISHED
+
+RECIPE = """\
+name: plan
+model: {{path: model, dtype: bfloat16}}
+cluster: {{nodes: {nodes}, devices_per_node: 8}}
+data: {{train: train.jsonl, prompts_per_step: 64, samples_per_prompt: 8}}
+steps: 10
+roles:
+  actor: {{parallel: {actor}, optimizer: {{lr: 1e-6}}}}
+  rollout: {{engine: sglang, parallel: {rollout}, sampling: {{max_tokens: 64}}{more}}}
+  reward: {{function: exact_match}}
+dataflow: grpo
+"""
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+def write(folder: Path, config: dict, actor: str, rollout: str, nodes: int, more: str = "") -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    text = RECIPE.format(nodes=nodes, actor=actor, rollout=rollout, more=more)
+    (folder / "recipe.yaml").write_text(text)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict:
+    assert main(["plan-sync", "recipe.yaml", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_colocated_engine_takes_only_what_its_device_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of tp=8 shards a tp=8 engine needs nothing more but heads' norms are everywhere anyway."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 8}", "{tp: 8}", 1, ", colocate: actor")
+    found = planned(capsys)["bytes"]
+    assert found["moved"] == found["lower_bound"] == 0
+    assert found["device"] == found["needed"] > found["model"]  # norms are on every rank
+    apart = planned(capsys, "cluster.nodes=2", "roles.rollout.colocate=null")["bytes"]
+    assert apart["network"] == apart["lower_bound"] == apart["needed"]
+    assert apart["gathered"] > 8 * apart["model"]
+
+
+def test_the_table_names_every_link_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 2, pp: 2, dp: 4}", "{tp: 4, dp: 2}", 3)
+    assert main(["plan-sync", "recipe.yaml", "--ranks"]) == 0
+    out = capsys.readouterr().out
+    assert "16 trainer ranks (tp=2,pp=2,dp=4) -> 2 engine(s) of tp 4, on 3 host(s)" in out
+    assert "lower bound" in out and "gathering would move" in out
+    assert "host 2" in out
+
+
+def test_deepseek_v3_on_1024_ranks_to_512(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    actor = "{tp: 8, pp: 16, dp: 8, ep: 64, etp: 1, first_stage_layers: 3, last_stage_layers: 2}"
+    config = PUBLISHED["deepseek-ai/DeepSeek-V3"]
+    write(tmp_path, config, actor, "{tp: 32, dp: 16, ep: 32}", 192)
+    found = planned(capsys)
+    assert len(found["sent"]) == 1024
+    assert sum(len(engine) for engine in found["received"]) == 512
+    total = found["bytes"]
+    assert 671e9 < total["model"] / 2 < 672e9
+    assert total["moved"] == total["lower_bound"] == total["needed"]
+    assert sum(sent["network"] for sent in found["sent"]) == total["network"] == total["moved"]
+    assert total["moved"] < total["gathered"] / 30
+
+
+def test_a_run_without_rollout_has_nothing_to_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 2}", "{tp: 2}", 1)
+    graph = "{inputs: [prompts, targets], nodes: {update: {role: actor, call: update, "
+    graph += "in: [prompts, {responses: targets}], loss: cross_entropy}}}"
+    assert main(["plan-sync", "recipe.yaml", f"dataflow={graph}"]) == 2
+    assert "publishes nothing" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{pp: 5}", "{tp: 2}", 1)
+    assert main(["plan-sync", "recipe.yaml"]) == 2
+    assert "pp=5 does not divide num_hidden_layers=36" in capsys.readouterr().err
