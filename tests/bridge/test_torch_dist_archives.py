@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_bridge.torch_dist.reader import TorchDist
 from tests.bridge.chunks import HALVES, Attack, edit, moved, refuses, write_halves
 
 
@@ -74,3 +75,23 @@ def test_a_tensor_that_reaches_beyond_its_data(folder, tmp_path):
             target.writestr(entry.filename, own)
     _overwrite(folder, (tmp_path / "made").read_bytes())
     refuses(folder, "c.distcp", "shorter than its tensor")
+
+
+def test_chunks_alike_with_checksums(folder, tmp_path):
+    """Archives that differ in their data, and so in the checksums behind it, are read apart."""
+    content = [_saved(torch.full((3, 4), float(number)), tmp_path) for number in (1, 2)]
+    assert len(content[0]) == len(content[1])
+    (folder / "c.distcp").write_bytes(content[0] + content[1])
+    for half, start in zip(HALVES, (0, len(content[0])), strict=True):
+        edit(folder, moved(half, relative_path="c.distcp", offset=start, length=len(content[0])))
+    read = TorchDist(folder).read("t", ((0, 6), (0, 4)))
+    assert torch.equal(read, torch.tensor([1.0, 2.0]).repeat_interleave(3)[:, None].expand(6, 4))
+
+
+@pytest.mark.parametrize("place", [slice(0, 4), slice(40, 90), slice(-60, None)])
+def test_a_damaged_chunk_behind_one_like_it(folder, place):
+    content = bytearray((folder / "b.distcp").read_bytes())
+    content[place] = bytes(len(content[place]))
+    (folder / "b.distcp").write_bytes(content)
+    TorchDist(folder).read("t", ((0, 3), (0, 4)))
+    refuses(folder, "b.distcp")
