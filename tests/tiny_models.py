@@ -10,18 +10,44 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB, EOS = 101, 1
+# A server pads the width of these.
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {**_EXPERTS, "shared_expert_intermediate_size": 72, "norm_topk_prob": False},
+    ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 20}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_EXPERTS, "head_dim": 20, "norm_topk_prob": True},
+    ),
 }
 
 

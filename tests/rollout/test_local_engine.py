@@ -46,6 +46,11 @@ CASES = [
     ("qwen2", {}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3", {"num_key_value_heads": 4}),
+    ("mistral", {}),
+    ("mixtral", {}),
+    ("qwen2_moe", {}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 6}),
 ]
 
 
@@ -115,6 +120,9 @@ def test_models_that_it_cannot_run_are_named(tmp_path: Path):
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(ValueError, match="hidden_act='gelu'"):
         Decoder(folder, torch.float32)
+    mistral = make_model(tmp_path / "window", "mistral", sliding_window=64)
+    with pytest.raises(ValueError, match="sliding_window 64"):
+        Decoder(mistral, torch.float32)
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Next"]}))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
         Decoder(folder, torch.float32)

@@ -5,7 +5,6 @@ Letters: B rows, T prompt tokens, L cached tokens, H query heads, G KV heads, D 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -13,11 +12,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridflow.rollout.local.geometry import geometry
+from hybridflow.rollout.local.geometry import check_supported, eos_ids, geometry
+from hybridflow.rollout.local.moe import make_mlp
 from hybridflow.rollout.local.weights import empty_parameters, load_into
 from hybridflow.weight_sync.version import read_config
-
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class KVCache:
@@ -59,7 +57,7 @@ class KVCache:
 
 
 class Decoder:
-    """Llama, Qwen2 or Qwen3 on one process. Every method runs under inference mode."""
+    """A decoder on one process. Every method runs under inference mode."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype) -> None:
         self.folder = Path(folder)
@@ -67,7 +65,7 @@ class Decoder:
         self.geometry = geometry(self.raw_config)
         self.dtype = dtype
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _check_supported(hf_config)
+        check_supported(hf_config)
         self.context_length: int = hf_config.max_position_embeddings
         self.eps: float = hf_config.rms_norm_eps
         self.rotary = _RotaryTable(hf_config, dtype)
@@ -79,10 +77,10 @@ class Decoder:
         """Load other weights of the same shapes in place. ValueError: nothing has changed."""
         with torch.inference_mode():
             load_into(self.parameters, folder, self.raw_config)
-            self._bind()
+            self.bind()
 
-    def _bind(self) -> None:
-        """Collect each layer's tensors once, so that a step looks no name up."""
+    def bind(self) -> None:
+        """Collect each layer's tensors, after their values changed: a step looks no name up."""
         g, p = self.geometry, self.parameters
         self._embedding = p["model.embed_tokens.weight"]
         head = self._embedding if g.tied else p["lm_head.weight"]
@@ -174,8 +172,7 @@ class _Layer:
         self.qkv_weight = p[attention + "qkv_proj.weight"]
         self.qkv_bias = p.get(attention + "qkv_proj.bias")
         self.o_proj = p[attention + "o_proj.weight"]
-        self.gate_up = p[prefix + "mlp.gate_up_proj.weight"]
-        self.down = p[prefix + "mlp.down_proj.weight"]
+        self.mlp = make_mlp(p, prefix, g.routing)
         self.qk_norm = None
         if attention + "q_norm.weight" in p:
             q, k = p[attention + "q_norm.weight"], p[attention + "k_norm.weight"]
@@ -196,9 +193,7 @@ class _Layer:
     def finish(self, x: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP, each with its residual."""
         x = x + F.linear(attention, self.o_proj)
-        hidden = F.linear(rms_norm(x, self.post_norm, self.eps), self.gate_up)
-        gate, up = hidden.chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        return x + self.mlp(rms_norm(x, self.post_norm, self.eps))
 
 
 class _RotaryTable:
@@ -266,33 +261,6 @@ def _inverse_frequencies(hf_config) -> tuple[torch.Tensor, float]:
     size = size or hf_config.hidden_size // hf_config.num_attention_heads
     steps = torch.arange(0, size, 2, dtype=torch.float32) / size
     return 1.0 / (rope["rope_theta"] ** steps), 1.0
-
-
-def eos_ids(folder: str | Path) -> frozenset[int]:
-    """Ids that end a response: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
-
-
-def _check_supported(hf_config) -> None:
-    rope = hf_config.rope_parameters
-    faults = []
-    if rope["rope_type"] not in _ROPE_TYPES:
-        faults.append(f"rope type {rope['rope_type']!r} (known: {', '.join(_ROPE_TYPES)})")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        faults.append("partial_rotary_factor")
-    if getattr(hf_config, "use_sliding_window", False):
-        faults.append("use_sliding_window")
-    if hf_config.hidden_act != "silu":
-        faults.append(f"hidden_act {hf_config.hidden_act!r} (known: silu)")
-    if faults:
-        raise ValueError(
-            "the local engine does not run " + ", ".join(faults) + ". Use engine: sglang."
-        )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,14 +6,15 @@ tensor-parallel ranks, stacked, padded. A manner is a pure function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hybridflow.weight_sync.layout.server import Server, round_up
+from hybridflow.weight_sync.layout.server import Server, Shapes, expert_count, round_up
 from megatron_bridge.regions import Box, full
 from megatron_bridge.reshard import Fill, TargetParameter
 
 VOCABULARY_MULTIPLE = 64
+_EXPERT = "{expert}"
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,28 @@ class Rule:
         parts: HuggingFace tensors. A rule holds where the first of them exists.
         manner: how the parameter is made of them: (shape, fills).
         dtype: "float32" where the server keeps it so whatever the model's is.
+        without: a tensor in whose presence the rule does not hold.
     """
 
     target: str
     parts: tuple[str, ...]
     manner: Manner
     dtype: str | None = None
+    without: str | None = None
+
+    def holds(self, shapes: Shapes, layer: int | None) -> bool:
+        """Whether the model of these tensors has the parameter in this layer."""
+        if self.without is not None and self.without.format(layer=layer) in shapes:
+            return False
+        return self.parts[0].format(layer=layer, expert=0) in shapes
+
+    def sources(self, layer: int | None, experts: Iterable[int]) -> Iterator[str]:
+        """Every HuggingFace tensor that the parameter may take part of, on any rank."""
+        for part in self.parts:
+            if _EXPERT not in part:
+                yield part.format(layer=layer)
+            else:
+                yield from (part.format(layer=layer, expert=expert) for expert in experts)
 
     def parameter(self, server: Server, layer: int | None) -> TargetParameter:
         """The parameter of this layer on this rank."""
@@ -86,34 +103,69 @@ def down(server: Server, parts: Sequence[str]):
 
 
 def qkv(server: Server, parts: Sequence[str]):
-    """This rank's heads of q, then of k, then of v.
+    """This rank's heads of q, then of k, then of v; of three tensors, or of one that stacks them.
 
     With fewer key-value heads than ranks (on a GPU) neighbouring ranks hold the same one.
     """
-    q, k, v = parts
     size, tp, rank = server.head_dim, server.tp, server.rank
     heads, groups = server.heads // tp, max(1, server.kv_heads // tp)
     first = rank * server.kv_heads // tp
-    return _stack(
-        server,
-        (
-            Slot(q, 0, rank * heads * size, heads * size, 0),
-            Slot(k, 0, first * size, groups * size, heads * size),
-            Slot(v, 0, first * size, groups * size, (heads + groups) * size),
-        ),
-        (heads + 2 * groups) * size,
-    )
+    total = (server.heads * size, server.kv_heads * size, server.kv_heads * size)
+    starts = (rank * heads * size, first * size, first * size)
+    lengths = (heads * size, groups * size, groups * size)
+    places = (0, heads * size, (heads + groups) * size)
+    slots = [
+        Slot(name, 0, origin + start, length, at)
+        for (name, origin), start, length, at in zip(
+            _origins(parts, total), starts, lengths, places, strict=True
+        )
+    ]
+    return _stack(server, slots, sum(lengths))
 
 
 def gate_up(server: Server, parts: Sequence[str]):
-    """This rank's rows of the gate, then of up, each of the padded intermediate size."""
-    gate, up = parts
-    real = server.shapes[gate][0]
-    size = server.padded(real) // server.tp
+    """This rank's rows of the gate, then of up, each of the padded intermediate size.
+
+    Of two tensors, or of one that stacks them.
+    """
+    real = server.shapes[parts[0]][0] * len(parts) // 2
+    return _gate_up(server, parts, real, server.padded(real))
+
+
+def shared_gate_up(server: Server, parts: Sequence[str]):
+    """As `gate_up`, of DeepSeek's shared experts: one MLP of several padded widths."""
+    real = server.shapes[parts[0]][0]
+    return _gate_up(server, parts, real, _shared_width(server))
+
+
+def shared_down(server: Server, parts: Sequence[str]):
+    """As `down`, of DeepSeek's shared experts."""
+    (name,) = parts
+    return _cut(server, name, 1, _shared_width(server))
+
+
+def _shared_width(server: Server) -> int:
+    config = server.config
+    return server.padded(config["moe_intermediate_size"]) * config["n_shared_experts"]
+
+
+def _gate_up(server: Server, parts: Sequence[str], real: int, padded: int):
+    size = padded // server.tp
     start = server.rank * size
     length = _existing(real, start, size)
-    slots = (Slot(gate, 0, start, length, 0), Slot(up, 0, start, length, size))
+    origins = _origins(parts, (real, real))
+    slots = [
+        Slot(name, 0, origin + start, length, half * size)
+        for half, (name, origin) in enumerate(origins)
+    ]
     return _stack(server, slots, 2 * size)
+
+
+def _origins(parts: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """(tensor, first row) of each section: a tensor of its own, or all stacked in one."""
+    if len(parts) > 1:
+        return [(name, 0) for name in parts]
+    return [(parts[0], sum(lengths[:place])) for place in range(len(lengths))]
 
 
 def stacked(server: Server, parts: Sequence[str]):
@@ -161,16 +213,8 @@ def _expert_widths(server: Server, real: int) -> tuple[int, int]:
 
 
 def _local_experts(server: Server) -> range:
-    count = expert_count(server) // server.ep
+    count = expert_count(server.config) // server.ep
     return range(server.expert_group * count, (server.expert_group + 1) * count)
-
-
-def expert_count(server: Server) -> int:
-    """Routed experts of the model; 0 for a dense one."""
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if server.config.get(field):
-            return server.config[field]
-    return 0
 
 
 def _cut(server: Server, name: str, dim: int, padded: int):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_bridge.registry import HfConfig, head_dim, kv_heads
+from megatron_bridge.registry import HfConfig, architecture, head_dim, kv_heads
 
 DEVICES = ("cpu", "cuda")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -73,3 +73,13 @@ class Server:
 def round_up(value: int, multiple: int) -> int:
     """The least multiple that is no less than `value`."""
     return (value + multiple - 1) // multiple * multiple
+
+
+def expert_count(config: HfConfig) -> int:
+    """Routed experts of the model; 0 for a dense one."""
+    return architecture(config).sizes(config).get("expert", 0)
+
+
+def expert_width(config: HfConfig) -> int:
+    """The intermediate size of one expert."""
+    return config.get("moe_intermediate_size") or config["intermediate_size"]

@@ -10,6 +10,10 @@ from hybridflow.weight_sync.layout.rules import (
     experts_gate_up,
     gate_up,
     qkv,
+    rows,
+    shared_down,
+    shared_gate_up,
+    stacked,
     vocabulary,
     whole,
 )
@@ -50,23 +54,41 @@ _OUTPUT = (
     *_whole("model.norm.weight"),
     Rule("lm_head.weight", ("lm_head.weight",), vocabulary),
 )
-_QKV_ATTENTION = (
-    _qkv("weight"),
-    _qkv("bias"),
-    Rule(f"{_ATTENTION}o_proj.weight", (f"{_ATTENTION}o_proj.weight",), columns),
-    *_whole(f"{_ATTENTION}q_norm.weight", f"{_ATTENTION}k_norm.weight"),
+_ATTENTION_OUTPUT = Rule(f"{_ATTENTION}o_proj.weight", (f"{_ATTENTION}o_proj.weight",), columns)
+_QK_NORMS = _whole(f"{_ATTENTION}q_norm.weight", f"{_ATTENTION}k_norm.weight")
+_QKV_ATTENTION = (_qkv("weight"), _qkv("bias"), _ATTENTION_OUTPUT, *_QK_NORMS)
+# What an MLP's gate and up, or q, k and v, are in a checkpoint that stacks them as well.
+_STACKED_QKV = Rule(f"{_ATTENTION}qkv_proj.weight", (f"{_ATTENTION}qkv_proj.weight",), qkv)
+_STACKED_MLP = (
+    Rule(f"{_LAYER}mlp.gate_up_proj.weight", (f"{_LAYER}mlp.gate_up_proj.weight",), gate_up),
+    Rule(f"{_LAYER}mlp.down_proj.weight", (f"{_LAYER}mlp.down_proj.weight",), down),
 )
-_NORMS = _whole(f"{_LAYER}input_layernorm.weight", f"{_LAYER}post_attention_layernorm.weight")
+# Every norm of a layer; a rule holds where its tensors exist, and so do biases, norms of q and k,
+# and the MLP of a layer with or without experts.
+_NORMS = _whole(
+    *(
+        f"{_LAYER}{name}.weight"
+        for name in (
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "post_mlp_layernorm",
+        )
+    )
+)
 _DENSE_MLP = _mlp(f"{_LAYER}mlp.")
+_EXPERTS = _experts(f"{_LAYER}mlp.experts.", "gate_proj", "up_proj", "down_proj")
 
-# A rule holds where its tensors exist: biases, norms of q and k, layers without experts.
 _DENSE = (_EMBEDDING, *_QKV_ATTENTION, *_DENSE_MLP, *_NORMS, *_OUTPUT)
+# SGLang gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say: the MLP of
+# a layer without any has no place.
 _QWEN_MOE = (
     _EMBEDDING,
     *_QKV_ATTENTION,
-    *_DENSE_MLP,
     *_whole(f"{_LAYER}mlp.gate.weight", f"{_LAYER}mlp.shared_expert_gate.weight"),
-    *_experts(f"{_LAYER}mlp.experts.", "gate_proj", "up_proj", "down_proj"),
+    *_EXPERTS,
     *_mlp(f"{_LAYER}mlp.shared_expert."),
     *_NORMS,
     *_OUTPUT,
@@ -79,11 +101,50 @@ _MIXTRAL = (
     *_NORMS,
     *_OUTPUT,
 )
+_GEMMA3 = (*_whole("model.embed_tokens.weight"), *_DENSE[1:-1])
+_GLM4 = (_EMBEDDING, *_QKV_ATTENTION, *_STACKED_MLP, *_NORMS, *_OUTPUT)
+_PHI3 = (_EMBEDDING, _STACKED_QKV, _ATTENTION_OUTPUT, *_STACKED_MLP, *_NORMS, *_OUTPUT)
+
+_QUERY_DOWN, _KEY_DOWN = f"{_ATTENTION}q_a_proj.weight", f"{_ATTENTION}kv_a_proj_with_mqa.weight"
+_CORRECTION = f"{_LAYER}mlp.gate.e_score_correction_bias"
+_SHARED = f"{_LAYER}mlp.shared_experts."
+# Where queries are compressed, both projections down are one parameter. SGLang derives w_kc and
+# w_vc from kv_b_proj after a load (`post_load_weights`); they are no parameters. On a GPU it must
+# be started with --disable-shared-experts-fusion: else the shared expert is one more of the stack.
+_DEEPSEEK = (
+    _EMBEDDING,
+    Rule(f"{_ATTENTION}q_proj.weight", (f"{_ATTENTION}q_proj.weight",), rows),
+    Rule(f"{_ATTENTION}fused_qkv_a_proj_with_mqa.weight", (_QUERY_DOWN, _KEY_DOWN), stacked),
+    Rule(_KEY_DOWN, (_KEY_DOWN,), whole, without=_QUERY_DOWN),
+    *_whole(f"{_ATTENTION}q_a_layernorm.weight"),
+    Rule(f"{_ATTENTION}q_b_proj.weight", (f"{_ATTENTION}q_b_proj.weight",), rows),
+    Rule(f"{_ATTENTION}kv_b_proj.weight", (f"{_ATTENTION}kv_b_proj.weight",), rows),
+    _ATTENTION_OUTPUT,
+    *_whole(f"{_ATTENTION}kv_a_layernorm.weight"),
+    *_DENSE_MLP,
+    *_whole(f"{_LAYER}mlp.gate.weight"),
+    Rule(_CORRECTION, (_CORRECTION,), whole, dtype="float32"),
+    *_EXPERTS,
+    Rule(
+        f"{_SHARED}gate_up_proj.weight",
+        (f"{_SHARED}gate_proj.weight", f"{_SHARED}up_proj.weight"),
+        shared_gate_up,
+    ),
+    Rule(f"{_SHARED}down_proj.weight", (f"{_SHARED}down_proj.weight",), shared_down),
+    *_NORMS,
+    *_OUTPUT,
+)
 
 TABLES: dict[str, tuple[Rule, ...]] = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Glm4ForCausalLM": _GLM4,
     "LlamaForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
     "MixtralForCausalLM": _MIXTRAL,
+    "Olmo2ForCausalLM": _DENSE,
+    "Phi3ForCausalLM": _PHI3,
     "Qwen2ForCausalLM": _DENSE,
     "Qwen2MoeForCausalLM": _QWEN_MOE,
     "Qwen3ForCausalLM": _DENSE,
