@@ -52,7 +52,7 @@ class Counting:
         targets: Sequence[Sequence[TargetParameter]],
     ) -> None:
         self._weights = mappings.weights(config)
-        self._source = Numbered(mappings.shapes_of(self._weights))
+        self.source = Numbered(mappings.shapes_of(self._weights))
         experts = registry.architecture(config).sizes(config).get("expert", 0)
         self._where = sharding.Placement(layout, config["num_hidden_layers"], experts)
         self._loaded: dict[tuple[int, int], torch.Tensor] = {}
@@ -76,7 +76,7 @@ class Counting:
             for holding in sharding.holdings(weight, parts, place):
                 rows = tensor[holding.rows[0] : holding.rows[1]]
                 rows.view(regions.lengths(holding.box)).copy_(
-                    read_megatron(self._source, weight, holding.box)
+                    read_megatron(self.source, weight, holding.box)
                 )
             self._loaded[index, place] = tensor
         return self._loaded[index, place]
@@ -84,7 +84,7 @@ class Counting:
     def _cut(self, parameter: TargetParameter) -> torch.Tensor:
         made = torch.zeros(parameter.shape, dtype=torch.int64)
         for fill in parameter.fills:
-            values = self._source.held[fill.source]
+            values = self.source.held[fill.source]
             for dimension, (start, stop) in enumerate(fill.source_box):
                 values = values.narrow(dimension, start, stop - start)
             target = made
@@ -95,7 +95,7 @@ class Counting:
 
     def _numbers(self, tensors: Any) -> np.ndarray:
         """Which numbers these tensors hold; padding's 0 is none."""
-        found = np.zeros(self._source.count + 1, dtype=bool)
+        found = np.zeros(self.source.count + 1, dtype=bool)
         for tensor in tensors:
             found[tensor.numpy().ravel()] = True
         found[0] = False
@@ -108,7 +108,7 @@ class Counting:
 
     def missing(self, rank: int, beside: Sequence[int]) -> int:
         """Elements that an engine's rank keeps and none of the trainer ranks ``beside`` it."""
-        held = np.zeros(self._source.count + 1, dtype=bool)
+        held = np.zeros(self.source.count + 1, dtype=bool)
         for other in beside:
             held |= self._on[other]
         kept = np.concatenate([tensor.numpy().ravel() for tensor in self.engine[rank]])
