@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from hybridflow.rollout.protocol import Sample, Sampling, VersionSpan
+from hybridflow.rollout import loading
+from hybridflow.rollout.errors import LoadFailed, RolloutError, RolloutTimeout
+from hybridflow.rollout.protocol import LoaderStatus, Sample, Sampling, VersionSpan
+
+__all__ = ["LoadFailed", "RolloutClient", "RolloutError", "RolloutTimeout"]
 
 _SEED_LIMIT = 1 << 62
-
-
-class RolloutError(RuntimeError):
-    """A server refused or lost a request. The text carries the server's own words."""
-
-    def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class RolloutTimeout(RolloutError):
-    """A server did not answer within the deadline that the text names."""
 
 
 class RolloutClient:
@@ -68,22 +62,40 @@ class RolloutClient:
         return self._call("GET", "/server_info")
 
     def generate(
-        self, prompts: list[list[int]], samples: int, sampling: Sampling
+        self,
+        prompts: list[list[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        positions: Sequence[int] | None = None,
+        request_id: str | None = None,
     ) -> list[list[Sample]]:
-        """`samples` responses to each prompt (token ids), in the prompts' order."""
+        """`samples` responses to each prompt (token ids), in the prompts' order.
+
+        Seeds come from each prompt's place in the whole of which these are a part: `positions`,
+        or 0, 1, ... The server's answer must bear `request_id`.
+        """
         if not prompts or samples < 1:
             raise ValueError(f"generate: {len(prompts)} prompts x {samples} samples is nothing.")
         self._check_ids(prompts)
         body = {
             "input_ids": [prompt for prompt in prompts for _ in range(samples)],
-            "sampling_params": _parameters(sampling, len(prompts) * samples),
+            "sampling_params": _parameters(sampling, _rows(positions, len(prompts), samples)),
             "return_logprob": True,
         }
+        if request_id is not None:
+            body["rid"] = request_id
         answers = self._call("POST", "/generate", body)
         if len(answers) != len(body["input_ids"]):
             raise RolloutError(
                 f"{self.url}/generate answered {len(answers)} of {len(body['input_ids'])} samples."
             )
+        for answer in answers:
+            if request_id is not None and not str(answer["meta_info"]["id"]).startswith(request_id):
+                raise RolloutError(
+                    f"{self.url}/generate answered request {answer['meta_info']['id']} when asked "
+                    f"for {request_id}."
+                )
         rows = [_sample(answer) for answer in answers]
         return [rows[at : at + samples] for at in range(0, len(rows), samples)]
 
@@ -122,6 +134,52 @@ class RolloutClient:
         if version is not None:
             body["weight_version"] = str(version)
         self._call("POST", "/update_weights_from_disk", body)
+
+    def begin_weight_update(self) -> None:
+        """Open a session for weights; one that a dead caller left open is closed first."""
+        try:
+            self._call("POST", "/begin_weight_update", {})
+        except RolloutError as error:
+            if error.status != 400 or "already open" not in str(error):
+                raise
+            self.end_weight_update()
+            self._call("POST", "/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close the session."""
+        self._call("POST", "/end_weight_update", {})
+
+    def load_through(
+        self,
+        folder: str | Path,
+        controls: Sequence[dict[str, Any]],
+        *,
+        flush_cache: bool = True,
+    ) -> list[LoaderStatus]:
+        """Have the loader inside the server do `controls`, one per rank in order; their statuses.
+
+        `folder` is the sync folder that the server was started with, on this host. The server
+        should be paused (`retract`); its version keeps its name (see `set_version`).
+
+        Raises:
+            LoadFailed: when a rank refused, failed, or wrote no status.
+        """
+        nonce = uuid.uuid4().hex
+        named = [
+            {"nonce": nonce, **control, "rank": rank, "status": f"status-{nonce}-{rank}.json"}
+            for rank, control in enumerate(controls)
+        ]
+        self.begin_weight_update()
+        refusal: RolloutError | None = None
+        try:
+            self._call("POST", "/update_weights_from_tensor", loading.request(named, flush_cache))
+        except RolloutError as error:
+            if error.status is None:  # no answer: a session may be open, which the next call closes
+                raise
+            refusal = error
+        self.end_weight_update()
+        statuses = [loading.take_status(Path(folder) / control["status"]) for control in named]
+        return loading.all_loaded(self.url, named, statuses, refusal)
 
     def set_version(self, version: int) -> None:
         """Name the weights the server holds; responses carry it from here on."""
@@ -163,7 +221,13 @@ class RolloutClient:
         return result
 
 
-def _parameters(sampling: Sampling, rows: int) -> dict[str, Any] | list[dict[str, Any]]:
+def _rows(positions: Sequence[int] | None, prompts: int, samples: int) -> list[int]:
+    """Number of each sample in the whole, of which the prompts at `positions` are asked for."""
+    places = range(prompts) if positions is None else positions
+    return [place * samples + sample for place in places for sample in range(samples)]
+
+
+def _parameters(sampling: Sampling, rows: list[int]) -> dict[str, Any] | list[dict[str, Any]]:
     """`sampling_params` in SGLang's words; one entry per row when seeded, each its own seed."""
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -177,7 +241,7 @@ def _parameters(sampling: Sampling, rows: int) -> dict[str, Any] | list[dict[str
         return parameters
     return [
         {**parameters, "sampling_seed": (sampling.seed * 1_000_003 + row) % _SEED_LIMIT}
-        for row in range(rows)
+        for row in rows
     ]
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.rollout.server_side.sync_files import LOADER, SYNC_FOLDER
+
 if TYPE_CHECKING:
     from hybridflow.rollout.launch import ServerConfig
 
@@ -17,6 +19,7 @@ PORT_FILE = "port"
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 _SGLANG_CPU = Path(__file__).resolve().parent / "sglang_cpu"
+_SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
 _KV_BYTES = 1 << 30
 _KV_TOKENS = (8192, 262_144)
 _RUNNING_REQUESTS = 256
@@ -46,7 +49,7 @@ def _local(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], di
     command += ["--max-running-requests", str(_running_requests(config))]
     if config.token is not None:
         command += ["--token-file", str(_secret(folder / "token", config.token))]
-    return command, _environment(config, str(ROOT))
+    return command, _environment(config, ROOT)
 
 
 def _sglang(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -66,7 +69,10 @@ def _sglang(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], d
     if config.token is not None:
         content = json.dumps({"api-key": config.token})
         command += ["--config", str(_secret(folder / "secret.yaml", content))]
-    environment = _environment(config, str(_SGLANG_CPU) if config.device == "cpu" else None)
+    if config.sync_folder is not None:
+        command += ["--custom-weight-loader", LOADER]
+    on_path = [_SGLANG_CPU] if config.device == "cpu" else []
+    environment = _environment(config, *on_path, _SERVER_SIDE)
     if config.device == "cpu" and config.tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_per_rank(config)
     return command, environment
@@ -110,8 +116,8 @@ def _cores_per_rank(config: ServerConfig) -> str:
     return "|".join(groups)
 
 
-def _environment(config: ServerConfig, python_path: str | None) -> dict[str, str]:
-    dropped = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+def _environment(config: ServerConfig, *python_path: Path) -> dict[str, str]:
+    dropped = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", SYNC_FOLDER)
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     environment |= {
         "OMP_NUM_THREADS": str(config.threads),
@@ -121,8 +127,9 @@ def _environment(config: ServerConfig, python_path: str | None) -> dict[str, str
     }
     if config.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if python_path is not None:
-        environment["PYTHONPATH"] = python_path
+    if config.sync_folder is not None:
+        environment[SYNC_FOLDER] = str(Path(config.sync_folder).resolve())
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, python_path))
     return environment
 
 

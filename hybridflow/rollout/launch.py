@@ -25,7 +25,11 @@ _STOP_SECONDS = 15.0
 
 
 class ServerDied(RuntimeError):
-    """A server process ended by itself. The text holds the end of its log."""
+    """A server process ended by itself. The text holds `log`, the end of its log."""
+
+    def __init__(self, reason: str, log_path: Path, log: str) -> None:
+        super().__init__(f"{reason}. The end of {log_path}:\n{log}")
+        self.reason, self.log = reason, log
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class ServerConfig:
 
     `python` is the interpreter of SGLang's venv (default `.venv-sglang/bin/python` of the
     checkout); the local engine runs in this one. `log_path` None keeps the log until `stop`. A
-    `host` beyond loopback needs a `token`. `threads` are per rank.
+    `host` beyond loopback needs a `token`. `threads` are per rank. `sync_folder` is the only folder
+    that published shards may come from (see `server_side`); None: they may not.
     """
 
     engine: str
@@ -50,6 +55,7 @@ class ServerConfig:
     token: str | None = None
     python: str | None = None
     log_path: str | Path | None = None
+    sync_folder: str | Path | None = None
     start_timeout: float = 180.0
     request_timeout: float = 600.0
 
@@ -65,6 +71,8 @@ class ServerConfig:
             faults.append(f"host {self.host} is open to the network and needs a token")
         if not (Path(self.model_path) / "config.json").is_file():
             faults.append(f"model_path {self.model_path} has no config.json")
+        if self.sync_folder is not None and not Path(self.sync_folder).is_dir():
+            faults.append(f"sync_folder {self.sync_folder} is no folder")
         if faults:
             raise ValueError("rollout server: " + "; ".join(faults) + ".")
 
@@ -116,8 +124,9 @@ class Server:
         status = self._process.poll()
         if status is not None:
             raise ServerDied(
-                f"the {self.config.engine} rollout server at {self.url} ended with status "
-                f"{status}. The end of {self.log_path}:\n{self.log_tail()}"
+                f"the {self.config.engine} rollout server at {self.url} ended with status {status}",
+                self.log_path,
+                self.log_tail(),
             )
 
     def check_soon(self, seconds: float = 3.0) -> None:

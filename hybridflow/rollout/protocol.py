@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 GREEDY = 0.0
 
@@ -59,3 +61,47 @@ class Sample:
     finish_reason: str
     weight_version: str
     spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True)
+class LoaderStatus:
+    """What the loader inside a server says of one rank's request.
+
+    `touched`: its parameters may have changed. `bytes` were copied; `seconds` by phase;
+    `resident_bytes` and `peak_resident_bytes` are of the server's process afterwards. `digests` of
+    live parameters (operation "digest") and `parameters` as (name, dtype, shape) (operation
+    "names") are empty for other operations.
+    """
+
+    nonce: str
+    rank: int
+    pid: int
+    ok: bool
+    touched: bool
+    error: str
+    bytes: int
+    seconds: Mapping[str, float]
+    resident_bytes: int
+    peak_resident_bytes: int
+    digests: Mapping[str, str]
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def from_json(cls, text: Mapping[str, Any]) -> LoaderStatus:
+        """Of a status file's content."""
+        return cls(
+            nonce=text["nonce"],
+            rank=text["rank"],
+            pid=text["pid"],
+            ok=text["ok"],
+            touched=text["touched"],
+            error=text.get("error", ""),
+            bytes=text["bytes"],
+            seconds=text["seconds"],
+            resident_bytes=text["rss"]["now"],
+            peak_resident_bytes=text["rss"]["peak"],
+            digests=text.get("digests", {}),
+            parameters=tuple(
+                (name, dtype, tuple(shape)) for name, dtype, shape in text.get("parameters", [])
+            ),
+        )

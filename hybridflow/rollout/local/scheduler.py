@@ -17,6 +17,7 @@ import torch
 from hybridflow.rollout.local.model import Decoder
 from hybridflow.rollout.local.rows import Request, Row, RunningRows
 from hybridflow.rollout.local.sampler import draw
+from hybridflow.rollout.server_side import hybridflow_loader
 from hybridflow.weight_sync.checksum import parameters_checksum
 
 _PREFILL_TOKENS = 8192
@@ -32,6 +33,7 @@ class Scheduler:
     def __init__(self, model: Decoder, max_rows: int, version: str) -> None:
         self.model, self.max_rows, self.version = model, max_rows, version
         self.paused = False
+        self.updating = False
         self._running = RunningRows()
         self._waiting: deque[Row] = deque()
         self._cache = model.new_cache()
@@ -80,12 +82,28 @@ class Scheduler:
 
         Returns a future when the load has to wait, else None after loading.
         """
-        if self.paused or not len(self._running):
-            self._load(folder, version)
-            return None
-        future: Future = Future()
-        self._when_idle.append((lambda: self._load(folder, version), future))
-        return future
+        return self._once_idle(lambda: self._load(folder, version))
+
+    def begin_update(self) -> None:
+        """Open a session for weights that come in parts; refused while one is open."""
+        if self.updating:
+            raise Refused("a weight-update session is already open; call end_weight_update() first")
+        self.updating = True
+
+    def end_update(self) -> None:
+        """Close the session."""
+        if not self.updating:
+            raise Refused("no weight-update session is open; call begin_weight_update() first")
+        self.updating = False
+
+    def load_through(self, control: str) -> Future | None:
+        """Have the loader do what `control` asks of the parameters; it writes its own status.
+
+        Running rows finish first, unless the engine is paused; see `update` for what is returned.
+        """
+        if not self.updating:
+            raise Refused("weights must come between begin_weight_update() and end_weight_update()")
+        return self._once_idle(lambda: self._load_through(control))
 
     def set_version(self, version: str) -> None:
         """Rename the weights; tokens made so far keep the old name."""
@@ -135,15 +153,31 @@ class Scheduler:
         request.open_rows = len(request.rows)
         self._waiting.extend(request.rows)
 
+    def _once_idle(self, action: Callable[[], None]) -> Future | None:
+        if self.paused or not len(self._running):
+            action()
+            return None
+        future: Future = Future()
+        self._when_idle.append((action, future))
+        return future
+
     def _load(self, folder: str, version: str | None) -> None:
+        self._refuse_frozen_rows()
+        self.model.update(folder)
+        if version is not None:
+            self.set_version(version)
+
+    def _load_through(self, control: str) -> None:
+        self._refuse_frozen_rows()
+        hybridflow_loader.serve(self.model.parameters, 0, control)
+        self.model.bind()
+
+    def _refuse_frozen_rows(self) -> None:
         if len(self._running):
             raise Refused(
                 f"{len(self._running)} rows are paused in place and their cached keys belong to "
                 "the present weights. Pause with retract or abort."
             )
-        self.model.update(folder)
-        if version is not None:
-            self.set_version(version)
 
     def _admit(self) -> None:
         """Prefill waiting rows while there is room. Rows of one prefix share one prefill."""

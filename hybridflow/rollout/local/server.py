@@ -15,6 +15,7 @@ from typing import Any
 from hybridflow.recipe.names import hint
 from hybridflow.rollout.local.requests import answer, read_generate
 from hybridflow.rollout.local.scheduler import Scheduler
+from hybridflow.rollout.server_side.sync_files import LOADER
 
 _MAX_BODY = 256 << 20
 
@@ -168,6 +169,29 @@ def _update(scheduler: Scheduler, body: dict) -> dict:
     return {"success": True, "message": f"loaded {folder}"}
 
 
+def _begin_update(scheduler: Scheduler, body: dict) -> dict:
+    scheduler.call(scheduler.begin_update).result()
+    return {"success": True, "message": "Success"}
+
+
+def _end_update(scheduler: Scheduler, body: dict) -> dict:
+    scheduler.call(scheduler.end_update).result()
+    return {"success": True, "message": "Success"}
+
+
+def _load_through(scheduler: Scheduler, body: dict) -> dict:
+    """SGLang's pickles stay closed: `control` says the same in JSON."""
+    if body.get("load_format") != LOADER:
+        raise ValueError(f"the local engine loads tensors with load_format {LOADER!r} alone.")
+    controls = body.get("control")
+    if not isinstance(controls, list) or len(controls) != 1 or not isinstance(controls[0], str):
+        raise ValueError("update_weights_from_tensor needs control, a list of one JSON text.")
+    waiting = scheduler.call(lambda: scheduler.load_through(controls[0])).result()
+    if waiting is not None:
+        waiting.result()
+    return {"success": True, "message": "Success"}
+
+
 def _set_version(scheduler: Scheduler, body: dict) -> dict:
     version = body.get("new_version")
     if not isinstance(version, str):
@@ -194,6 +218,9 @@ _POSTS = {
     "/abort_request": _abort,
     "/flush_cache": _flush,
     "/update_weights_from_disk": _update,
+    "/begin_weight_update": _begin_update,
+    "/end_weight_update": _end_update,
+    "/update_weights_from_tensor": _load_through,
     "/update_weight_version": _set_version,
     "/weights_checker": _check_weights,
 }

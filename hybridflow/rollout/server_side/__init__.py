@@ -1,0 +1,1 @@
+"""Modules that run inside a rollout server's process, SGLang's included: no imports of ours."""

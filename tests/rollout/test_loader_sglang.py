@@ -1,0 +1,45 @@
+"""Shards into a real SGLang server of two ranks: the loader runs inside both."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rollout import loader_cases as cases
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cases.Shards]:
+    sync = tmp_path_factory.mktemp("sync")
+    yield from cases.serve_shards("sglang", 2, tmp_path_factory.mktemp("sglang"), sync)
+
+
+def test_a_slot_is_as_good_as_disk(shards: cases.Shards):
+    cases.check_a_load(shards)
+
+
+def test_digests_and_names(shards: cases.Shards):
+    cases.check_digests_and_names(shards)
+
+
+def test_requests_that_do_not_fit(shards: cases.Shards):
+    cases.check_requests_that_do_not_fit(shards)
+
+
+def test_files_that_are_no_slots(shards: cases.Shards):
+    cases.check_hostile_files(shards)
+
+
+def test_a_session_left_open(shards: cases.Shards):
+    cases.check_an_open_session(shards)
+
+
+def test_swapped_ranks_do_not_match(shards: cases.Shards):
+    """Both slots fit either rank: only the digests tell."""
+    one, other = shards.controls()
+    one["slot"], other["slot"] = other["slot"], one["slot"]
+    shards.client.load_through(shards.folder, [one, other])
+    assert shards.client.checksum() != shards.digest()
+    shards.client.load_through(shards.folder, shards.controls())
+    assert shards.client.checksum() == shards.digest()
