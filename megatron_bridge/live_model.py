@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -182,12 +182,21 @@ def origin(model: Model) -> Origin:
 
 def global_name(model: torch.nn.Module, name: str) -> str:
     """A parameter's name with the layer's number in the whole model, not in this stage."""
+    return _renumbered(name, _numbers(model))
+
+
+def _numbers(model: torch.nn.Module) -> dict[str, int]:
+    """The number in the whole model of each layer of this stage, by its number here."""
+    layers: Any = model.decoder.layers  # type: ignore[union-attr]
+    return {str(index): layer.layer_number - 1 for index, layer in enumerate(layers)}
+
+
+def _renumbered(name: str, numbers: dict[str, int]) -> str:
     prefix, _, rest = name.partition("decoder.layers.")
     if not rest or prefix:
         return name
     number, _, tail = rest.partition(".")
-    layer = model.decoder.layers[int(number)].layer_number - 1  # type: ignore[union-attr,index]
-    return f"decoder.layers.{layer}.{tail}"
+    return f"decoder.layers.{numbers[number]}.{tail}"
 
 
 def placement(config: HfConfig, layout: ParallelLayout) -> Placement:
@@ -196,8 +205,7 @@ def placement(config: HfConfig, layout: ParallelLayout) -> Placement:
     return Placement(layout, config["num_hidden_layers"], experts)
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A parameter (or a buffer with weights) of this rank.
 
     Attributes:
@@ -228,9 +236,10 @@ def parameters(model: Model) -> Iterator[Held]:
 def _parameters(model: torch.nn.Module, config: HfConfig, layout: ParallelLayout) -> Iterator[Held]:
     chunk = origin(model).chunk
     expected, by_name = _expected(config, layout, chunk)
+    numbers = _numbers(model)
     found = set()
     for local, tensor, is_buffer in _tensors(model):
-        name = global_name(model, local)
+        name = _renumbered(local, numbers)
         if name == "output_layer.weight" and tied(config):
             name = "embedding.word_embeddings.weight"
         if name not in by_name:
