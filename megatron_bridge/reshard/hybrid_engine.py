@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_bridge.layout import ParallelLayout
+from megatron_bridge.reshard.routes import Routes
 
 Engines = tuple[tuple[int, ...], ...]
 
@@ -142,3 +143,19 @@ def openrlhf(model: int, generation_tp: int) -> Transition:
     """
     share = Fraction(model, generation_tp)
     return Transition(Fraction(model), share, share)
+
+
+def planned(routes: Routes) -> Transition:
+    """What a plan moves whose engines run on the trainer's devices: the mean of a device.
+
+    The counterpart of ``hybridflow``, of the parameters as they are: not all of them are cut, and
+    stages differ. Redundancy is what a trainer rank holds and the engine rank on its device does
+    not take from there.
+    """
+    traffic, devices = routes.traffic(), len(routes.trainer)
+    unused = sum(routes.plan.held_bytes) - traffic.total.device
+    return Transition(
+        Fraction(traffic.moved, devices),
+        Fraction(traffic.needed, devices),
+        Fraction(unused, devices),
+    )

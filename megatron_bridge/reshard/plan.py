@@ -72,14 +72,19 @@ class ReshardPlan:
             for held in self.planner.held(weight)
         )
 
-    def held_bytes(self, rank: int) -> int:
-        """Bytes of HuggingFace tensors that a trainer rank holds."""
-        return sum(
-            self._piece_bytes(weight, held)
-            for weight in self.weights
-            for held in self.planner.held(weight)
-            if rank in self.planner.holders(weight, held.place)
-        )
+    @cached_property
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of HuggingFace tensors that each trainer rank holds, without padding."""
+        alike: dict[tuple[int, ...], int] = {}
+        for weight in self.weights:
+            for held in self.planner.held(weight):
+                holders = self.planner.holders(weight, held.place)
+                alike[holders] = alike.get(holders, 0) + self._piece_bytes(weight, held)
+        found = [0] * self.layout.world
+        for holders, size in alike.items():
+            for rank in holders:
+                found[rank] += size
+        return tuple(found)
 
     def _piece_bytes(self, weight: Weight, held: Held) -> int:
         return regions.volume(held.piece.huggingface) * itemsize(weight.row.dtype or self.dtype)

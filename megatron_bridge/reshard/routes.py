@@ -203,7 +203,7 @@ class Routes:
             len(self.engines) * self.plan.bytes_before[-1],
             self._lower_bound(),
             model,
-            model * ranks + model - self.plan.held_bytes(0),
+            model * ranks + model - self.plan.held_bytes[0],
         )
 
     def _lower_bound(self) -> int:

@@ -28,7 +28,7 @@ def check(routes: Routes) -> None:
     """Every copy comes to every engine once, from a nearest holder; sums of bytes are right."""
     made, traffic = routes.plan, routes.traffic()
     sent = [[0, 0, 0] for _ in routes.trainer]
-    sends = {rank: routes.sends(rank) for rank in range(len(routes.trainer))}
+    sends = {rank: dict(routes.sends(rank)) for rank in range(len(routes.trainer))}
     for engine, seats in enumerate(routes.engines):
         for rank, seat in enumerate(seats):
             received, came = [0, 0, 0], []
@@ -87,10 +87,11 @@ def test_only_what_a_device_lacks_moves(data):
     assert traffic.moved == traffic.lower_bound == 2 * lacking
     kept = sum(int((t > 0).sum()) for rank in counting.engine for t in rank)
     assert traffic.needed == 2 * kept * len(engines) == sum(traffic.total)
-    held = sum(int((t > 0).sum()) for t in counting.trainer[0].values())
+    held = [sum(int((t > 0).sum()) for t in rank.values()) for rank in counting.trainer]
+    assert list(made.held_bytes) == [2 * count for count in held]
     whole = counting.source.count
     assert traffic.model == 2 * whole
-    assert traffic.gathered == 2 * (whole * tp * len(engines) + whole - held)
+    assert traffic.gathered == 2 * (whole * tp * len(engines) + whole - held[0])
     again = route(plan(config, layout, targets, dtype="float16"), trainer, engines)
     assert [again.sends(rank) for rank in range(layout.world)] == [
         routes.sends(rank) for rank in range(layout.world)
