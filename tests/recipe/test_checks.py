@@ -162,6 +162,22 @@ def _float64(model: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F64"'))
 
 
+def _fp8(model: Path) -> None:
+    path = model / "model.safetensors"
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    for entry in header.values():
+        entry["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode()
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def _quantized(model: Path) -> None:
+    _set("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]})(model)
+    _fp8(model)
+
+
 def _index(weight_map: object) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         index = {"weight_map": weight_map}
@@ -187,6 +203,8 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (_truncate, "model.safetensors: truncated"),
     (lambda model: (model / "model.safetensors").write_bytes(b"abc"), "header is not whole"),
     (_float64, "weights of type F64"),
+    (_fp8, "weights of type F8_E4M3, and its config.json has no quantization_config"),
+    (_quantized, "hybridflow convert model model-bf16 --to huggingface"),
     (_lose_layer, "tensors: model.layers.3."),
     (_index({"a": "other.safetensors"}), "other.safetensors is missing"),
     (_index({"a": "../train.jsonl"}), "outside the folder"),
@@ -312,6 +330,14 @@ def test_supervised_steps_have_one_sample(workspace: Path):
     found = faults_of("dataflow=sft", "evaluation=null")
     assert len(found) == 1 and "set data.samples_per_prompt to 1" in found[0]
     assert faults_of("dataflow=sft", "evaluation=null", "data.samples_per_prompt=1") == []
+
+
+def test_quantised_weights_are_trained_where_nothing_is_sampled(workspace: Path):
+    _quantized(workspace / "model")
+    sft = (ROOT / "recipes/dataflows/sft.yaml").read_text().splitlines(keepends=True)
+    flow = "".join(line for line in sft if " publish: " not in line).replace("publish", "update")
+    Path("flow.yaml").write_text(flow)
+    assert faults_of("dataflow=flow.yaml", "evaluation=null", "data.samples_per_prompt=1") == []
 
 
 def test_every_fault_at_once(workspace: Path):

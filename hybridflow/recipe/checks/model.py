@@ -10,10 +10,12 @@ from typing import Any
 from hybridflow.recipe.assets import how_to_make
 from hybridflow.recipe.checks.context import Check, Context, missing_sizes
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.served import SERVED
+from hybridflow.recipe.served import LOCAL, SERVED
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHT_TYPES = ("F32", "BF16", "F16")
+QUANTIZED_TYPES = ("F8_E4M3", "F8_E8M0", "U8")
+"""Of FP8 and MXFP4 weights and their scales."""
 MAX_HEADER = 100 * 1024 * 1024
 INDEX = "model.safetensors.index.json"
 
@@ -116,7 +118,7 @@ def _cached_header(path: Path, size: int, changed: int) -> tuple[dict[str, Any],
         return {}, "the safetensors header is not valid"
     if 8 + length + end != size:
         return tensors, f"truncated: {size} bytes where its header says {8 + length + end}"
-    if unknown := sorted(types - set(WEIGHT_TYPES)):
+    if unknown := sorted(types - {*WEIGHT_TYPES, *QUANTIZED_TYPES}):
         return tensors, f"weights of type {', '.join(unknown)}; known: {', '.join(WEIGHT_TYPES)}"
     return tensors, None
 
@@ -136,7 +138,8 @@ def _tensor_faults(
     if not files or any(problem for _, problem in headers):
         return
     shapes = {n: tuple(entry["shape"]) for found, _ in headers for n, entry in found.items()}
-    missing = [name for name in wanted if name not in shapes]
+    # An MXFP4 tensor is stored as two, of other shapes.
+    missing = [name for name in wanted if name not in shapes and f"{name}_blocks" not in shapes]
     wrong = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if missing:
         what = f"{folder} lacks {len(missing)} tensors: {_some(missing)}"
@@ -148,6 +151,25 @@ def _tensor_faults(
             f"not {list(wanted[name])}"
         )
         yield context.fault("model.path", what, "use the config.json of these weights")
+
+
+def quantized_faults(context: Context) -> Iterator[Fault]:
+    """FP8 and MXFP4 weights: the trainer reads them as what they stand for, rollouts do not."""
+    folder, config = context.model_folder, context.hf_config
+    if folder is None or config is None or not _is_known(config):
+        return
+    files = [path for path in _weight_files(folder) if path.is_file() and _inside(path, folder)]
+    entries = [entry for path in files for entry in read_header(path)[0].values()]
+    types = sorted({entry["dtype"] for entry in entries} & set(QUANTIZED_TYPES))
+    if not types:
+        return
+    what = f"{folder} holds weights of type {', '.join(types)}"
+    if not config.get("quantization_config"):
+        what = f"{what}, and its config.json has no quantization_config"
+        yield context.fault("model.path", what, "copy or download config.json again")
+    elif "rollout" in context.plan.roles:
+        fix = f"make a bfloat16 model: hybridflow convert {folder} {folder}-bf16 --to huggingface"
+        yield context.fault("model.path", f"{what}, and rollouts take plain ones", fix)
 
 
 def _some(names: list[str]) -> str:
@@ -181,9 +203,9 @@ def layout_faults(context: Context) -> Iterator[Fault]:
 
 
 def server_layout_faults(context: Context) -> Iterator[Fault]:
-    """Tensor parallelism of a server against the model's heads."""
+    """Tensor and expert parallelism of a server against the model's heads and experts."""
     rollout, config = context.recipe.roles.rollout, context.hf_config
-    tp = rollout.parallel.tp
+    tp, ep = rollout.parallel.tp, rollout.parallel.ep
     if rollout.engine == "local" and tp > 1:
         what = f"the local engine runs on one device, not tp={tp}"
         fix = "set roles.rollout.parallel.tp to 1, or use engine: sglang"
@@ -192,14 +214,30 @@ def server_layout_faults(context: Context) -> Iterator[Fault]:
     if config is None:
         return
     heads = config["num_attention_heads"]
-    for name, size in (
-        ("num_attention_heads", heads),
-        ("num_key_value_heads", config.get("num_key_value_heads") or heads),
-    ):
-        if size % tp:
-            what = f"roles.rollout: tp={tp} does not divide {name}={size}"
-            fix = f"choose tp from {[n for n in range(1, size + 1) if size % n == 0]}"
-            yield context.fault("roles.rollout.parallel.tp", what, fix)
+    sizes = [
+        ("tp", tp, "num_attention_heads", heads),
+        ("tp", tp, "num_key_value_heads", config.get("num_key_value_heads") or heads),
+    ]
+    if tp % ep == 0 and _is_known(config):
+        sizes += _expert_sizes(config, tp, ep)
+    for field, parallel, name, size in sizes:
+        if size % parallel:
+            what = f"roles.rollout: {field}={parallel} does not divide {name}={size}"
+            fix = f"choose {field} from {[n for n in range(1, size + 1) if size % n == 0]}"
+            yield context.fault(f"roles.rollout.parallel.{field.split()[0]}", what, fix)
+
+
+def _expert_sizes(config: dict[str, Any], tp: int, ep: int) -> list[tuple[str, int, str, int]]:
+    """What a server cuts of experts: how many there are, and the width of each."""
+    from megatron_bridge.registry import architecture
+    from megatron_bridge.translation import resolve
+
+    config = resolve(config)
+    count = architecture(config).sizes(config).get("expert", 0)
+    if not count:
+        return [("ep", ep, "the number of experts", 1)] if ep > 1 else []
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return [("ep", ep, "the number of experts", count), ("tp / ep", tp // ep, "their width", width)]
 
 
 def served_faults(context: Context) -> Iterator[Fault]:
@@ -207,11 +245,32 @@ def served_faults(context: Context) -> Iterator[Fault]:
     config = context.hf_config
     if config is None or not _is_known(config) or "rollout" not in context.plan.roles:
         return
+    engine = context.recipe.roles.rollout.engine
+    served, runs = (LOCAL, "the local engine") if engine == "local" else (SERVED, "SGLang")
     name = (config.get("architectures") or ["none"])[0]
-    if name not in SERVED:
-        what = f"no rollout server runs {name}, whose weights a server could not be checked for"
-        fix = f"sample from one of {', '.join(SERVED)}, or leave out the nodes of the rollout"
+    if name not in served:
+        what = f"{runs} does not serve {name} here: its weights there could not be proven"
+        fix = f"sample from one of {', '.join(served)}, or leave out the nodes of the rollout"
         yield context.fault("model.path", what, fix)
+    elif _experts_are_left_out(config):
+        what = (
+            f"SGLang gives every layer of {name} experts, and mlp_only_layers or "
+            "decoder_sparse_step leave some without"
+        )
+        fix = "sample from a model with experts in every layer, or leave out the rollout's nodes"
+        yield context.fault("model.path", what, fix)
+
+
+def _experts_are_left_out(config: dict[str, Any]) -> bool:
+    """Whether a layer has none in a family whose servers give experts to all."""
+    from megatron_bridge.registry import architecture
+    from megatron_bridge.translation import resolve
+
+    config = resolve(config)
+    if "decoder_sparse_step" not in config:
+        return False
+    is_moe = architecture(config).is_moe
+    return not all(is_moe(config, layer) for layer in range(config["num_hidden_layers"]))
 
 
 def length_faults(context: Context) -> Iterator[Fault]:
@@ -231,9 +290,10 @@ PARALLEL = ("roles.actor.parallel", "roles.reference")
 
 CHECKS = (
     Check(("model.path",), folder_faults),
+    Check(("model.path", "dataflow", "warm_start.dataflow"), quantized_faults),
     Check(("model.path", "dataflow", "warm_start.dataflow", *PARALLEL), layout_faults),
     Check(("model.path", "roles.rollout.parallel", "roles.rollout.engine"), server_layout_faults),
-    Check(("model.path", "dataflow", "warm_start.dataflow"), served_faults),
+    Check(("model.path", "dataflow", "warm_start.dataflow", "roles.rollout.engine"), served_faults),
     Check(
         ("model.path", "data.max_prompt_tokens", "roles.rollout.sampling.max_tokens"),
         length_faults,
