@@ -6,51 +6,52 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from hybridflow.batch import Batch
-from hybridflow.cluster import Session, WorkerGroup
+from hybridflow.cluster import ClusterError, Pool, Session, WorkerGroup
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.schema import OptimizerSection, Recipe
+from hybridflow.rollout.background import in_background
+from hybridflow.rollout.engines import EngineFailed, FleetEvent, fault_of
+from hybridflow.rollout.fleet import Fleet
 from hybridflow.rollout.launch import ServerConfig
 from hybridflow.rollout.protocol import Sampling
 from hybridflow.weight_sync import PublishReport, remove_versions
 from hybridflow.workers.model import ModelWorker, WrittenVersion
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_engine import GRACE_SECONDS, RolloutEngine
 from megatron_bridge.layout import ParallelLayout
 
 SYNC_PREFIX = "hybridflow-sync-"
 
 
-class RolloutRole:
-    """The rollout servers: they serve one version, the same on all."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def generate(self, batch: Batch, samples: int, sampling: Sampling) -> Batch:
-        """Each server answers its share of the prompts."""
-        return self._group.run(RolloutWorker.generate, batch, samples, sampling)
-
-    def publish(self, written: WrittenVersion, version: int) -> PublishReport:
-        """Every server holds and proves ``version``, or an error says which one does not."""
-        return self._group.run(RolloutWorker.publish, written.folder, version, written.checksum)
-
-
 class Team:
     """Builds every role's group in the session's pools.
 
+    Args:
+        on_event: is told what happens to rollout engines, on any thread.
+
     Attributes:
         version: of the weights that the servers hold; counts up over the whole run.
+        groups: every role's group, but for the rollout engines, which are the fleet's.
+        fleet: the rollout engines; None in a run whose graphs need none.
     """
 
-    def __init__(self, plan: Plan, session: Session, stage: Stage) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        session: Session,
+        stage: Stage,
+        on_event: Callable[[FleetEvent], None],
+    ) -> None:
         recipe = plan.recipe
         self.recipe = recipe
         self.kinds = recipe.roles.kinds()
@@ -60,18 +61,37 @@ class Team:
         self._sync = _sync_directory(recipe)
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
+        engines: list[RolloutEngine] = []
         for role in plan.roles:
             home = plan.pool_of(role)
             pool = None if home is None else pools[home.name]
+            if self.kinds[role] == "rollout":
+                engines = _engines(recipe, session, pool)
+                continue
             worker, layout, settings = self._member(role, self.kinds[role], stage)
             self.groups[role] = session.group(role, worker, layout, pool, settings)
-        for group in self.groups.values():
-            group.wait_until_started()
+        for starting in (*self.groups.values(), *engines):
+            starting.wait_until_started()
+        self._written: WrittenVersion | None = None
+        self.fleet = self._fleet(engines, on_event) if engines else None
+
+    def _fleet(
+        self, engines: list[RolloutEngine], on_event: Callable[[FleetEvent], None]
+    ) -> Fleet[RolloutEngine]:
+        section = self.recipe.roles.rollout
+        return Fleet(
+            engines,
+            self._repair,
+            request_seconds=section.request_timeout_seconds + 2 * GRACE_SECONDS,
+            repair_seconds=section.start_timeout_seconds + section.request_timeout_seconds,
+            on_event=on_event,
+        )
 
     @property
-    def rollout(self) -> RolloutRole:
-        """The servers; there are none in a run whose graphs need none."""
-        return RolloutRole(self.groups["rollout"])
+    def rollout(self) -> Fleet[RolloutEngine]:
+        """The fleet of a run that has one."""
+        assert self.fleet is not None, "checked graphs act on started roles alone"
+        return self.fleet
 
     def _member(
         self, role: str, kind: str, stage: Stage
@@ -81,9 +101,6 @@ class Team:
         if kind == "model":
             layout = recipe.layout(role)
             return ModelWorker, layout, {"engine": _engine(recipe, role, layout, stage)}
-        if kind == "rollout":
-            section = recipe.roles.rollout
-            return RolloutWorker, section.parallel.dp, {"server": _server(recipe)}
         section = recipe.roles.rewards()[role]
         settings = {
             "model_path": recipe.model.path,
@@ -119,6 +136,9 @@ class Team:
             temperature=self.recipe.roles.rollout.sampling.temperature if stage.generates else 1.0,
             mini_batches=stage.mini_batches,
             epochs=stage.epochs,
+            agreement_threshold=algorithm.agreement.threshold,
+            agreement_bound=algorithm.agreement.bound if stage.generates else None,
+            weight_version=self.version if stage.generates else None,
         )
 
     def begin_stage(self, stage: Stage) -> None:
@@ -130,9 +150,37 @@ class Team:
         version = self.version + 1
         tp = self.recipe.roles.rollout.parallel.tp
         written = self.groups["actor"].run(ModelWorker.write_version, str(self._sync), version, tp)
-        self.last_publish = self.rollout.publish(written, version)
+        self._written, self.version = written, version
+        self._load_everywhere(written, version)
+        self.rollout.repair()
+        self.rollout.require_engine()
         remove_versions(self._sync, keep=version)
-        self.version = version
+        return version
+
+    def _load_everywhere(self, written: WrittenVersion, version: int) -> None:
+        """Each serving engine proves ``version``, or is quarantined; repaired ones need it too."""
+        calls = {
+            engine: in_background(
+                f"publish-{engine.name}", partial(self._load, engine, written, version)
+            )
+            for engine in self.rollout.serving()
+        }
+        for engine, call in calls.items():
+            try:
+                self.last_publish = call.result()
+            except (EngineFailed, ClusterError) as error:
+                self.rollout.quarantine(engine.name, fault_of(error))
+        self.rollout.version = version
+
+    def _load(self, engine: RolloutEngine, written: WrittenVersion, version: int) -> PublishReport:
+        return engine.run(RolloutWorker.publish, written.folder, version, written.checksum)
+
+    def _repair(self, engine: RolloutEngine) -> int:
+        """A new server, and the present version proven in it."""
+        engine.restart()
+        version = self.version
+        if self._written is not None:
+            self.last_publish = self._load(engine, self._written, version)
         return version
 
     def save(self, folder: Path) -> None:
@@ -148,7 +196,9 @@ class Team:
         self.groups["actor"].run(ModelWorker.save_pretrained, str(folder))
 
     def close(self) -> None:
-        """Remove written versions; the session ends the workers."""
+        """Remove written versions, take no more requests; the session ends the workers."""
+        if self.fleet is not None:
+            self.fleet.close()
         shutil.rmtree(self._sync, ignore_errors=True)
 
 
@@ -166,6 +216,24 @@ def optimizer_settings(stage: Stage) -> OptimizerSettings:
         min_lr=section.min_lr,
         total_steps=stage.optimizer_steps,
     )
+
+
+def _engines(recipe: Recipe, session: Session, pool: Pool | None) -> list[RolloutEngine]:
+    """Every rollout engine, starting: one group each, on its own slots of the pool."""
+    section = recipe.roles.rollout
+    settings = {"server": _server(recipe)}
+
+    def engine(index: int) -> RolloutEngine:
+        name = "rollout" if section.parallel.dp == 1 else f"rollout-{index}"
+        slot = index * section.parallel.tp
+        return RolloutEngine(
+            name,
+            partial(session.group, name, RolloutWorker, 1, pool, settings, first_slot=slot),
+            start_seconds=section.start_timeout_seconds,
+            request_seconds=section.request_timeout_seconds,
+        )
+
+    return [engine(index) for index in range(section.parallel.dp)]
 
 
 def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> EngineConfig:

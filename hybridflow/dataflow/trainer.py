@@ -16,6 +16,7 @@ from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.rollout.engines import FleetEvent
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Records:
         """Keep and show one line."""
         self.writer.event(kind, text)
         self.console.event(kind, text)
+
+    def fleet_event(self, event: FleetEvent) -> None:
+        """Keep what happened to a rollout engine with the end of its log; show it in one line."""
+        self.writer.event(event.kind, event.text, engine=event.engine, log=event.log)
+        self.console.event(event.kind, event.text)
 
 
 class Trainer:
@@ -78,7 +84,7 @@ class Trainer:
         self._team.begin_stage(self._plan.stages[progress.stage_index])
         self._team.load(checkpoint.folder / "actor")
         self._team.version = progress.weight_version
-        if "rollout" in self._team.groups:
+        if self._team.fleet is not None:
             self._team.publish()
         stage = self._plan.stages[progress.stage_index]
         self._feeds[stage.name].stream.seek(progress.stream_position)

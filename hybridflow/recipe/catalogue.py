@@ -78,7 +78,10 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
                 Axis.TOKENS, "float", "log-probability of each token when it was sampled, in nats"
             ),
             "finished": _type(Axis.SAMPLES, "bool", "whether the response ended on its own"),
-            "versions": _type(Axis.SAMPLES, "int", "weight version that produced the response"),
+            "versions": _type(Axis.SAMPLES, "int", "weight version of the response's last token"),
+            "token_versions": _type(
+                Axis.TOKENS, "int", "weight version that each token was sampled from"
+            ),
         },
         {
             "sampling": Option(

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import time
+from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybridflow.batch import Batch, Ragged
-from hybridflow.cluster.transfer import DATA_PARALLEL, ONE_TO_ALL, transfer
+from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
-from hybridflow.rollout.client import RolloutError
-from hybridflow.rollout.launch import start_server
-from hybridflow.rollout.protocol import Sample, Sampling
+from hybridflow.rollout.background import in_background
+from hybridflow.rollout.client import RolloutError, RolloutTimeout
+from hybridflow.rollout.engines import EngineFault, EngineHealth
+from hybridflow.rollout.launch import ServerDied, start_server
+from hybridflow.rollout.protocol import Sample
 from hybridflow.weight_sync import PublishReport, publish
 from megatron_bridge.runtime import device
 
 if TYPE_CHECKING:
-    from hybridflow.rollout.launch import ServerConfig
+    from hybridflow.rollout.engines import GenerateRequest
+    from hybridflow.rollout.launch import Server, ServerConfig
 
 _AXES = {
     "responses": Axis.TOKENS,
     "rollout_logprobs": Axis.TOKENS,
+    "token_versions": Axis.TOKENS,
     "finished": Axis.SAMPLES,
     "versions": Axis.SAMPLES,
 }
+_HANG_SECONDS = 120.0
+_WATCHES = 6  # in the time after which a silent server counts as hanging
 
 
 class RolloutWorker:
-    """Starts a server beside itself and ends it with itself."""
+    """Starts a server beside itself and ends it with itself.
+
+    A server's failure is an answer, an ``EngineFault``: this process goes on and can start the
+    server anew. ``hang_seconds`` is how long a server that generates may leave /health unanswered.
+    """
 
     def __init__(
         self,
@@ -39,44 +51,92 @@ class RolloutWorker:
         rendezvous: tuple[str, int],
         *,
         server: ServerConfig,
+        hang_seconds: float = _HANG_SECONDS,
     ) -> None:
-        self._rank = rank
+        assert world == 1, "each rollout engine is a group of its own"
         kind = "cuda" if device.on_gpu() else "cpu"
-        self._server = start_server(replace(server, device=kind))
-        self._client = self._server.client()
+        self._config = replace(server, device=kind)
+        self._hang_seconds = hang_seconds
+        self._use(start_server(self._config))
 
-    @transfer(DATA_PARALLEL)
-    def generate(self, batch: Batch, samples: int, sampling: Sampling) -> Batch:
-        """``samples`` responses to each prompt; G of the result is ``samples``."""
-        if not batch.prompts:
-            return _batch([], 0, samples)
-        self._server.check()
-        prompts = [row.tolist() for row in batch["prompts"].rows()]
-        with self._blaming_a_dead_server():
-            groups = self._client.generate(prompts, samples, self._seeded(sampling))
-        return _batch([sample for group in groups for sample in group], len(prompts), samples)
+    def _use(self, server: Server) -> None:
+        self._server = server
+        self._client = server.client()
 
     @transfer(ONE_TO_ALL)
-    def publish(self, folder: str, version: int, checksum: str) -> PublishReport:
-        """Load a written version, prove it by checksum, then serve it."""
-        self._server.check()
-        with self._blaming_a_dead_server():
-            return publish(self._client, folder, version, checksum)
-
-    @contextmanager
-    def _blaming_a_dead_server(self) -> Iterator[None]:
-        """A lost connection's cause: the server's end, with the tail of its log."""
+    def generate(self, request: GenerateRequest) -> Batch | EngineFault:
+        """``request.samples`` responses to each prompt; G of the result is that number."""
+        prompts = [row.tolist() for row in request.batch["prompts"].rows()]
+        if not prompts:
+            return _batch([], 0, request.samples)
         try:
-            yield
-        except RolloutError:
-            self._server.check_soon()
-            raise
+            groups = self._watched(request, prompts)
+            return _batch(
+                [sample for group in groups for sample in group], len(prompts), request.samples
+            )
+        except json.JSONDecodeError as error:
+            return EngineFault(f"its answer is no JSON: {error}", self._server.log_tail())
+        except ValueError as error:
+            return EngineFault(str(error), refused=True)
+        except (RolloutError, ServerDied) as error:
+            return self._fault(error)
 
-    def _seeded(self, sampling: Sampling) -> Sampling:
-        """Another seed on each server, so that no two draw the same numbers."""
-        if sampling.seed is None:
-            return sampling
-        return replace(sampling, seed=(sampling.seed + 1_000_003 * self._rank) % 2**31)
+    def _watched(self, request: GenerateRequest, prompts: list[list[int]]) -> list[list[Sample]]:
+        """The server's answer, for as long as it lives and answers /health."""
+        self._server.check()
+        ask = partial(self._client.generate, prompts, request.samples, request.sampling)
+        asking = partial(ask, positions=request.positions, request_id=request.id)
+        answer = in_background(request.id, asking)
+        period = self._hang_seconds / _WATCHES
+        healthy_at = time.monotonic()
+        while not wait([answer], period).done:
+            self._server.check()
+            if self._client.health(timeout=period):
+                healthy_at = time.monotonic()
+            elif time.monotonic() - healthy_at > self._hang_seconds:
+                raise RolloutTimeout(
+                    f"{self._server.url} hangs: /health has had no answer for "
+                    f"{self._hang_seconds:g} s"
+                )
+        return answer.result()
+
+    def _fault(self, error: RolloutError | ServerDied) -> EngineFault:
+        """The error with the end of the server's log; a lost connection's cause is its end."""
+        status = getattr(error, "status", None)
+        if status is not None and 400 <= status < 500:
+            return EngineFault(str(error), refused=True)
+        try:
+            self._server.check_soon()
+        except ServerDied as death:
+            return EngineFault(death.reason, death.log)
+        return EngineFault(str(error), self._server.log_tail())
+
+    @transfer(ONE_TO_ALL)
+    def health(self) -> EngineHealth:
+        """How the server fares."""
+        alive = self._server.alive()
+        healthy = alive and self._client.health(timeout=self._hang_seconds)
+        version = self._client.model_info()["weight_version"] if healthy else None
+        return EngineHealth(alive, healthy, version, self._server.log_tail())
+
+    @transfer(ONE_TO_ALL)
+    def restart_server(self) -> EngineFault | None:
+        """End the server, whatever its state, and start another from the model's folder."""
+        self.close()
+        try:
+            self._use(start_server(self._config))
+        except (RolloutError, ServerDied) as error:
+            return EngineFault(str(error))
+        return None
+
+    @transfer(ONE_TO_ALL)
+    def publish(self, folder: str, version: int, checksum: str) -> PublishReport | EngineFault:
+        """Load a written version, prove it by checksum, then serve it."""
+        try:
+            self._server.check()
+            return publish(self._client, folder, version, checksum)
+        except (RolloutError, ServerDied) as error:
+            return replace(self._fault(error), refused=False)
 
     def close(self) -> None:
         """End the server."""
@@ -88,7 +148,23 @@ def _batch(samples: list[Sample], prompts: int, groups: int) -> Batch:
     fields = {
         "responses": Ragged.from_rows([s.tokens for s in samples], torch.int64),
         "rollout_logprobs": Ragged.from_rows([s.logprobs for s in samples], torch.float32),
+        "token_versions": Ragged.from_rows([_token_versions(s) for s in samples], torch.int64),
         "finished": torch.tensor([s.finish_reason == "stop" for s in samples], dtype=torch.bool),
         "versions": torch.tensor([int(s.weight_version) for s in samples], dtype=torch.int64),
     }
     return Batch(fields, _AXES, prompts, groups)
+
+
+def _token_versions(sample: Sample) -> list[int]:
+    """The version that each token was sampled from; RolloutError when a token has none, or two."""
+    versions: list[int] = []
+    for span in sample.spans:
+        if span.start != len(versions):
+            break
+        versions += [int(span.version)] * (span.end - span.start)
+    if len(versions) != len(sample.tokens):
+        raise RolloutError(
+            f"a server's weight versions {sample.spans} do not cover the {len(sample.tokens)} "
+            "tokens of its response one by one"
+        )
+    return versions
