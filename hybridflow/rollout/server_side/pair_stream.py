@@ -1,0 +1,236 @@
+"""Buckets over a process group of two: one side sends, the other receives ahead.
+
+Stands alone (torch and the standard library), for it runs inside a rollout server too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __package__:
+    from hybridflow.rollout.server_side import pair_link
+    from hybridflow.rollout.server_side.pair_group import GROUPS, GlooPair, NcclPair
+    from hybridflow.rollout.server_side.pair_link import Deadline, Link, PairError, PairTimeout
+else:  # inside SGLang, this folder is on the path and the project is not
+    import pair_link
+    from pair_group import GROUPS, GlooPair, NcclPair
+    from pair_link import Deadline, Link, PairError, PairTimeout
+
+_IN_FLIGHT = 2
+_END_SECONDS = 1.0
+"""How long after a peer's end its last bytes may still be on their way."""
+
+
+class PairChannel:
+    """One direction of buckets: the first `send` or `receive` decides which.
+
+    Attributes:
+        stream: the name that both sides gave it.
+        bytes_sent, bytes_received: payload, without headers.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        stream: str,
+        backend: str,
+        timeout: float,
+        bucket: int,
+        until: Deadline,
+    ) -> None:
+        self.stream, self.timeout, self.bucket = stream, timeout, bucket
+        self.bytes_sent = self.bytes_received = 0
+        self._link = link
+        self._under_way: deque[tuple[int, Any]] = deque()
+        self._unreleased: set[int] = set()
+        self._reader: _Reader | None = None
+        try:
+            self._group: GlooPair | NcclPair | None = GROUPS[backend](link, rank, until)
+        except (RuntimeError, OSError) as error:
+            link.close()
+            kind = PairTimeout if until.over() else PairError
+            raise kind(f"{self}: the group was not formed: {error}") from error
+
+    def __str__(self) -> str:
+        return f"stream {self.stream!r} with {self._link.peer}"
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        """Put bucket `number` (uint8 [nbytes], contiguous) on its way and return.
+
+        Waits while two buckets are under way. The memory is borrowed until the send after the
+        next returns, or `flush` or `finish` does.
+        """
+        assert self._reader is None, "this channel receives"
+        assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
+        assert 0 < tensor.numel() <= self.bucket, "a bucket is outside the channel's bound"
+        group = self._open_group()
+        while len(self._under_way) >= _IN_FLIGHT:
+            self._wait_oldest(group)
+        with self._naming(f"bucket {number} was not sent"):
+            while self._unreleased and self._link.readable():
+                self._take_receipt(Deadline(self.timeout))
+            self._link.send(pair_link.BUCKET, number, tensor.numel())
+            self._under_way.append((number, group.send(tensor)))
+        self._unreleased.add(number)
+        self.bytes_sent += tensor.numel()
+
+    def flush(self) -> None:
+        """Wait until every bucket has left its memory."""
+        while self._under_way:
+            self._wait_oldest(self._open_group())
+
+    def finish(self) -> None:
+        """Wait until the peer has released every bucket; PairError with its words if it failed."""
+        self.flush()
+        while self._unreleased:
+            with self._naming(f"bucket {min(self._unreleased)} was not released"):
+                self._take_receipt(Deadline(self.timeout))
+
+    def receive(self, number: int, nbytes: int) -> Tensor:
+        """Bucket `number`, uint8 [nbytes]: the channel's memory until `release(number)`.
+
+        The next bucket arrives meanwhile. PairError when the peer sends another bucket or size.
+        """
+        assert not self._unreleased and not self.bytes_sent, "this channel sends"
+        group = self._open_group()
+        if self._reader is None:
+            self._reader = _Reader(self._link, group, self.bucket, self.timeout)
+        with self._naming(f"bucket {number} ({nbytes:,} bytes) did not come"):
+            got, bucket = self._reader.next()
+        if (got, bucket.numel()) != (number, nbytes):
+            reason = (
+                f"bucket {number} of {nbytes:,} bytes was due, and bucket {got} of "
+                f"{bucket.numel():,} bytes came"
+            )
+            self.fail(reason)
+            raise PairError(f"{self}: {reason}")
+        self.bytes_received += nbytes
+        return bucket
+
+    def release(self, number: int) -> None:
+        """Bucket `number` is used up: its memory takes the one after the next."""
+        assert self._reader is not None
+        self._open_group()
+        self._reader.release(number)
+        with self._naming(f"bucket {number} was not acknowledged"):
+            self._link.send(pair_link.RECEIPT, number)
+
+    def fail(self, reason: str) -> None:
+        """Tell the peer why this side gives up, and close."""
+        self._link.fail(reason)
+        self.close()
+
+    def close(self) -> None:
+        """End the channel; safe to call again. A peer that waits sees an error at once."""
+        self._link.close()
+        if self._reader is not None:
+            self._reader.stop()
+        self._under_way.clear()
+        self._group = None
+
+    def _open_group(self) -> GlooPair | NcclPair:
+        if self._group is None:
+            raise PairError(f"{self} is closed")
+        return self._group
+
+    def _wait_oldest(self, group: GlooPair | NcclPair) -> None:
+        number, work = self._under_way.popleft()
+        until = Deadline(self.timeout)
+        with self._naming(f"bucket {number} was not taken", until):
+            group.wait(work, until)
+
+    def _take_receipt(self, until: Deadline) -> None:
+        kind, number, _ = self._link.receive(until)
+        if kind != pair_link.RECEIPT:
+            raise PairError("the peer sends too, or speaks another protocol")
+        self._unreleased.discard(number)
+
+    @contextmanager
+    def _naming(self, what: str, until: Deadline | None = None) -> Iterator[None]:
+        """Closes on an error and says what it was about, in the peer's words where it left some."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            late = isinstance(error, PairTimeout) or (until is not None and until.over())
+            words = None if late or self._reader else self._link.last_words()
+            self.close()
+            kind = PairTimeout if late else PairError
+            within = f" within {self.timeout:.0f} s" if late else ""
+            raise kind(f"{self}: {what}{within}: {words or error}") from error
+
+
+class _Reader:
+    """Receives ahead: while one bucket is used, the next arrives in the other buffer."""
+
+    def __init__(self, link: Link, group: GlooPair | NcclPair, bucket: int, timeout: float) -> None:
+        self._link, self._timeout = link, timeout
+        self._held: dict[int, Tensor] = {}
+        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[int, int, Tensor] | Exception] = SimpleQueue()
+        for _ in range(_IN_FLIGHT):
+            self._free.put(torch.empty(0, dtype=torch.uint8, device=group.device))
+        arguments = (link, group, self._free, self._arrived, bucket, timeout)
+        threading.Thread(target=_receive_ahead, args=arguments, daemon=True).start()
+
+    def next(self) -> tuple[int, Tensor]:
+        """The next bucket's number and bytes; raises what ended the stream, or PairTimeout."""
+        item = self._next_item(Deadline(self._timeout))
+        if isinstance(item, Exception):
+            raise item
+        got, nbytes, buffer = item
+        self._held[got] = buffer
+        return got, buffer[:nbytes]
+
+    def _next_item(self, until: Deadline) -> tuple[int, int, Tensor] | Exception:
+        """gloo does not always tell of a peer's death; the link does."""
+        while not until.over():
+            ended = self._link.ended()
+            with suppress(Empty):
+                return self._arrived.get(timeout=min(_END_SECONDS if ended else 0.2, until.left()))
+            if ended:
+                raise PairError("the peer's process ended, or it closed the stream")
+        raise PairTimeout("the peer sent nothing")
+
+    def release(self, number: int) -> None:
+        """Give a bucket's buffer back."""
+        self._free.put(self._held.pop(number))
+
+    def stop(self) -> None:
+        """Let the thread end; the closed link wakes it where it reads."""
+        self._held.clear()
+        self._free.put(None)
+
+
+def _receive_ahead(
+    link: Link,
+    group: GlooPair | NcclPair,
+    free: SimpleQueue[Tensor | None],
+    arrived: SimpleQueue[tuple[int, int, Tensor] | Exception],
+    bucket: int,
+    timeout: float,
+) -> None:
+    """The reader's thread: a header, a free buffer, the payload; until the link ends."""
+    try:
+        while True:
+            kind, number, nbytes = link.receive(None)
+            if kind != pair_link.BUCKET or not 0 < nbytes <= bucket:
+                raise PairError(f"the peer offered {nbytes:,} bytes; at most {bucket:,} fit")
+            buffer = free.get()
+            if buffer is None:
+                return
+            if buffer.numel() < nbytes:
+                del buffer  # before the larger one is made
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+            group.wait(group.receive(buffer[:nbytes]), Deadline(timeout))
+            arrived.put((number, nbytes, buffer))
+    except (RuntimeError, OSError) as error:
+        arrived.put(error)

@@ -1,0 +1,117 @@
+"""What the other process of a pair channel's test does. Forked from a clean process: no threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from hybridflow.rollout.server_side.pair_channel import Endpoint, Listener, PairError, connect
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+LONG = 120.0
+"""A deadline that no test waits for."""
+
+
+def payload(stream: str, number: int, nbytes: int) -> torch.Tensor:
+    """The bytes that bucket `number` of `stream` holds."""
+    generator = torch.Generator().manual_seed(sum(stream.encode()) * 1000 + number)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+class Peer:
+    """A process that runs one function of this module; `result` is what it sent back."""
+
+    def __init__(self, work: Any, *arguments: Any) -> None:
+        self._ours, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=work, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def result(self) -> Any:
+        """The next thing that the process sends."""
+        assert self._ours.poll(LONG), "the peer said nothing"
+        return self._ours.recv()
+
+    def end(self) -> None:
+        """End the process, however it stands."""
+        self.process.kill()
+        self.process.join()
+
+
+def send_all(
+    pipe: Connection,
+    endpoint: Endpoint,
+    stream: str,
+    sizes: list[int],
+    late: float = 0.0,
+) -> None:
+    """After `late` seconds connect and send buckets of `sizes`; reports (bytes sent, error)."""
+    torch.set_num_threads(1)
+    time.sleep(late)
+    try:
+        channel = connect(endpoint, stream, LONG, bucket=1 << 30)
+        for number, size in enumerate(sizes):
+            channel.send(number, payload(stream, number, size))
+        channel.finish()
+        pipe.send((channel.bytes_sent, None))
+        channel.close()
+    except PairError as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def send_and_die(pipe: Connection, endpoint: Endpoint, stream: str, phase: str) -> None:
+    """Die (SIGKILL) or stall (SIGSTOP) at a phase of sending two buckets of 64 MiB."""
+    torch.set_num_threads(1)
+    channel = connect(endpoint, stream, LONG, bucket=1 << 30)
+    if phase == "connected":
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.send(0, payload(stream, 0, 64 << 20))
+    channel.flush()
+    if phase == "between":
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.send(1, payload(stream, 1, 64 << 20))
+    os.kill(os.getpid(), signal.SIGSTOP if phase == "stalled" else signal.SIGKILL)
+
+
+def receive_all(pipe: Connection, streams: list[str], sizes: list[int]) -> None:
+    """Listen, tell the endpoint, receive each stream's buckets; reports which were right."""
+    torch.set_num_threads(1)
+    listener = Listener()
+    pipe.send(listener.endpoint)
+    channels = listener.accept(streams, LONG)
+    right = []
+    for stream in streams:
+        channel = channels[stream]
+        for number, size in enumerate(sizes):
+            bucket = channel.receive(number, size)
+            right.append(torch.equal(bucket, payload(stream, number, size)))
+            channel.release(number)
+    pipe.send((right, {stream: channels[stream].bytes_received for stream in streams}))
+    pipe.recv()
+
+
+def receive_and_die(pipe: Connection, stream: str, phase: str) -> None:
+    """Listen, then die (SIGKILL) at a phase of receiving."""
+    torch.set_num_threads(1)
+    listener = Listener()
+    pipe.send(listener.endpoint)
+    channel = listener.accept([stream], LONG)[stream]
+    if phase == "connected":
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.receive(0, 64 << 20)
+    if phase == "unreleased":
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.fail("its slot is full")
+    pipe.recv()
