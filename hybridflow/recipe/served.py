@@ -1,5 +1,23 @@
 """Which models rollout servers run. Imports no torch."""
 
-# Those whose parameters in a server `hybridflow.weight_sync.layout` knows: published weights are
-# proven by a digest of the server's own tensors.
-SERVED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Those whose parameters in a real SGLang `hybridflow.weight_sync.layout` was proven to know: a
+# server that loaded a checkpoint has the digest that the layout makes of it, on one rank, on two,
+# and with experts spread over two (`tests/rollout/test_layout_sglang.py`). Published weights are
+# proven by such digests.
+SERVED = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+# Those whose forward pass the local engine has.
+LOCAL = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)

@@ -9,7 +9,7 @@ from hybridflow.recipe.checks import check_file
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.explain import explain
 from hybridflow.recipe.load import load_recipe
-from hybridflow.recipe.served import SERVED
+from hybridflow.recipe.served import LOCAL, SERVED
 from megatron_bridge.layout import ParallelLayout
 
 from .conftest import CONFIG, RECIPE, write_weights
@@ -161,15 +161,43 @@ def test_explain_shows_experts_and_stages(experts: Path):
 
 
 def test_what_no_server_runs_cannot_be_sampled_from(workspace: Path):
-    use(workspace, MOE)
+    use(workspace, {k: v for k, v in CONFIG.items() if k != "head_dim"} | LATENT)
     assert faults_of() == []
     Path("recipe.yaml").write_text(RECIPE)
-    (found,) = faults_of()
-    assert found.startswith("recipe.yaml:2: no rollout server runs Qwen3MoeForCausalLM")
+    (found,) = faults_of("roles.rollout.engine=local")
+    assert found.startswith("recipe.yaml:2: the local engine does not serve DeepseekV3ForCausalLM")
     assert "Fix: sample from one of LlamaForCausalLM, " in found
+
+
+def served_faults_of(*overrides: str) -> list[str]:
+    """Faults under SGLang, but for its absence here."""
+    found = faults_of("roles.rollout.engine=sglang", *overrides)
+    return [fault for fault in found if "make sglang" not in fault]
+
+
+def test_experts_are_sampled_from_and_spread(workspace: Path):
+    use(workspace, MOE)
+    Path("recipe.yaml").write_text(RECIPE)
+    assert faults_of() == []
+    assert served_faults_of("roles.rollout.parallel={tp: 2, ep: 2}") == []
+    found = served_faults_of("roles.rollout.parallel={tp: 5, ep: 5}")
+    assert any("ep=5 does not divide the number of experts=6" in fault for fault in found)
+    use(workspace, {**MOE, "moe_intermediate_size": 21})
+    Path("recipe.yaml").write_text(RECIPE)
+    (found,) = served_faults_of("roles.rollout.parallel.tp=2")
+    assert "tp / ep=2 does not divide their width=21" in found
+
+
+def test_a_server_gives_experts_to_every_layer(workspace: Path):
+    use(workspace, {**MOE, "mlp_only_layers": [1]})
+    Path("recipe.yaml").write_text(RECIPE)
+    for found in (faults_of(), served_faults_of()):
+        assert len(found) == 1
+        assert "SGLang gives every layer of Qwen3MoeForCausalLM experts" in found[0]
 
 
 def test_servers_run_what_weight_sync_knows():
     from hybridflow.weight_sync import layout
 
     assert set(SERVED) <= set(layout.FAMILIES)
+    assert set(LOCAL) <= set(layout.FAMILIES)

@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.recipe.names import advice
+from hybridflow.recipe.served import LOCAL
 from megatron_bridge.registry import architecture, head_dim, kv_heads, tied
 from megatron_bridge.translation import resolve
 
-RUNS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -48,9 +40,9 @@ class Geometry:
 def geometry(config: Mapping[str, Any]) -> Geometry:
     """Read config.json's content; ValueError for a model that is not run."""
     name = (config.get("architectures") or ["none"])[0]
-    if name not in RUNS:
+    if name not in LOCAL:
         raise ValueError(
-            f"the local engine does not run {name!r}; {advice(name, RUNS)} Or use engine: sglang."
+            f"the local engine does not run {name!r}; {advice(name, LOCAL)} Or use engine: sglang."
         )
     config = resolve(dict(config))
     return Geometry(
