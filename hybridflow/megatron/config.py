@@ -58,6 +58,11 @@ class LossSettings:
         temperature: of the sampler; logits are divided by it here too.
         mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
         epochs: passes over the batch.
+        agreement_threshold: of a token's difference between rollout and trainer, in nats, above
+            which it is counted.
+        agreement_bound: largest such difference, above which the update is an error; None: any.
+        weight_version: that the trainer's weights are. With the field ``token_versions``, rollout
+            and trainer are compared on tokens of this version alone.
     """
 
     name: str = "ppo_clip"
@@ -69,6 +74,9 @@ class LossSettings:
     temperature: float = 1.0
     mini_batches: int = 1
     epochs: int = 1
+    agreement_threshold: float = 0.01
+    agreement_bound: float | None = None
+    weight_version: int | None = None
 
     @property
     def on_policy(self) -> bool:

@@ -10,7 +10,7 @@ from hybridflow.algorithms.losses import TokenInputs, TokenLoss
 from hybridflow.algorithms.packing import Pack
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
-from hybridflow.megatron.metrics import TokenMetrics
+from hybridflow.megatron.metrics import RolloutGap, TokenMetrics
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
 
@@ -26,9 +26,10 @@ class UpdateLoss:
         maxima = []
         if "ref_logprobs" in batch:
             sums.append("kl")
-        if "rollout_logprobs" in batch:
-            sums.append("rollout_gap_mean")
-            maxima.append("rollout_gap_max")
+        self._gap = RolloutGap(settings, batch, device) if "rollout_logprobs" in batch else None
+        if self._gap is not None:
+            sums.extend(RolloutGap.SUMS)
+            maxima.append(RolloutGap.MAXIMUM)
         self._metrics = TokenMetrics(sums, maxima, device)
 
     def of(self, rows: Rows, normaliser: float, first: bool) -> PackLoss:
@@ -44,8 +45,8 @@ class UpdateLoss:
 
         def pack_loss(pack: Pack, logprobs_R: Tensor) -> Tensor:
             token_loss = self._token_loss(rows, pack, logprobs_R)
-            if first and rows.rollout_logprobs_T is not None:
-                self._measure_gap(rows.rollout_logprobs_T[pack.source_R], logprobs_R)
+            if first and self._gap is not None:
+                self._gap.record(pack.source_R, logprobs_R)
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             for name, values_R in token_loss.metrics_T.items():
@@ -73,15 +74,16 @@ class UpdateLoss:
         loss_R = result.loss_T + settings.kl_coef * kl_R if settings.kl_coef else result.loss_T
         return TokenLoss(loss_R, {**result.metrics_T, "kl": kl_R.detach()})
 
-    def _measure_gap(self, rollout_R: Tensor, logprobs_R: Tensor) -> None:
-        gap_R = (logprobs_R.detach() - rollout_R).abs()
-        self._metrics.add("rollout_gap_mean", gap_R)
-        self._metrics.maximum("rollout_gap_max", gap_R)
-
     def reduce(self, parts: list[Rows]) -> dict[str, float]:
-        """Metrics of the update, the same on every rank; collective."""
+        """Metrics of the update, the same on every rank; collective.
+
+        Raises:
+            Disagreement: rollout and trainer differ by more than ``settings.agreement_bound``.
+        """
         replicas = parallel_state.get_data_parallel_world_size()
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
         self._metrics.add("tokens", tokens, 1 / replicas)
         self._metrics.add("response_length_mean", tokens, sum(rows.responses for rows in parts))
+        if self._gap is not None:
+            self._gap.report(self._metrics)
         return self._metrics.reduce()

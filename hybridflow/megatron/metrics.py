@@ -2,7 +2,13 @@
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
+
+from hybridflow.algorithms import agreement
+from hybridflow.algorithms.agreement import TokenGap
+from hybridflow.batch import Batch, Ragged
+from hybridflow.megatron.config import LossSettings
 
 
 class TokenMetrics:
@@ -26,9 +32,8 @@ class TokenMetrics:
     def maximum(self, name: str, values_T: Tensor) -> None:
         """Raises the maximum of ``name``, which is at least 0."""
         if values_T.numel():
-            torch.maximum(
-                self._maxima[name], values_T.detach().double().max(), out=self._maxima[name]
-            )
+            highest = values_T.detach().double().max().to(self._maxima[name].device)
+            torch.maximum(self._maxima[name], highest, out=self._maxima[name])
 
     def reduce(self) -> dict[str, float]:
         """Means and maxima over all ranks; collective, the same on each."""
@@ -43,3 +48,75 @@ class TokenMetrics:
             dist.all_reduce(highest_N, op=dist.ReduceOp.MAX)
             result |= dict(zip(self._maxima, highest_N.tolist(), strict=True))
         return result
+
+
+class RolloutGap:
+    """The rollout's log-probabilities beside the trainer's before the first optimizer step.
+
+    Tokens of other weight versions than the trainer's are left out where the batch has
+    ``token_versions``.
+    """
+
+    SUMS, MAXIMUM = ("rollout_gap_mean", "rollout_kl", "rollout_gap_share"), "rollout_gap_max"
+
+    def __init__(self, settings: LossSettings, batch: Batch, device: torch.device) -> None:
+        """``batch``: this rank's rows, of which the first mini-batch is the beginning."""
+        self._threshold = settings.agreement_threshold
+        self._bound = settings.agreement_bound
+        self._rollout: Ragged = batch["rollout_logprobs"]
+        tokens = len(self._rollout.values)
+        self._trainer_T = torch.zeros(tokens, device=device)
+        self._compared_T = torch.zeros(tokens, dtype=torch.bool, device=device)
+        self._current_T = None
+        if "token_versions" in batch and settings.weight_version is not None:
+            self._current_T = batch["token_versions"].values == settings.weight_version
+
+    def record(self, places_R: Tensor, logprobs_R: Tensor) -> None:
+        """Takes the trainer's log-probabilities of a pack, by place in the batch's responses."""
+        self._trainer_T[places_R] = logprobs_R.detach().float()
+        self._compared_T[places_R] = True
+
+    def report(self, metrics: TokenMetrics) -> None:
+        """Adds what was recorded to ``metrics``.
+
+        Raises:
+            Disagreement: a token differs by more than the bound; on every rank. Collective over
+                all ranks where there is a bound.
+        """
+        rollout = self._rollout.with_values(self._rollout.values.float())
+        trainer_T, compared_T = self._trainer_T.cpu(), self._compared_T.cpu()
+        if self._current_T is not None:
+            compared_T &= self._current_T
+        values = agreement.gap_values(
+            rollout.values[compared_T], trainer_T[compared_T], self._threshold
+        )
+        for name, values_T in values.items():
+            metrics.add(name, values_T)
+        metrics.maximum(self.MAXIMUM, values["rollout_gap_mean"])
+        if self._bound is not None:
+            worst = agreement.worst_token(rollout, trainer_T, compared_T)
+            agreement.check(_worst_of_all(worst, len(rollout), self._trainer_T.device), self._bound)
+
+
+def _worst_of_all(mine: TokenGap | None, samples: int, device: torch.device) -> TokenGap | None:
+    """The worst token over all ranks, its sample counted in the whole batch; collective."""
+    replica = parallel_state.get_data_parallel_rank()
+    row = [replica, samples, -1, 0, 0, 0]
+    if mine is not None:
+        row[2:] = [mine.sample, mine.token, mine.rollout, mine.trainer]
+    row_6 = torch.tensor(row, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(row_6) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row_6)
+    found = [found_6.tolist() for found_6 in rows]
+    samples_of = {int(each[0]): int(each[1]) for each in found}
+    gaps = [
+        TokenGap(
+            int(sample) + sum(n for other, n in samples_of.items() if other < where),
+            int(token),
+            rollout,
+            trainer,
+        )
+        for where, _, sample, token, rollout, trainer in found
+        if sample >= 0
+    ]
+    return max(gaps, key=lambda each: each.gap, default=None)

@@ -13,7 +13,7 @@ from hybridflow.megatron.config import LossSettings
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.names import hint
 
-LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+LOGPROBS = ("old_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Rows:
     normaliser: float
     responses: int
     advantages_T: Tensor | None
-    rollout_logprobs_T: Tensor | None
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
 
@@ -60,16 +59,20 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
         normaliser=normaliser,
         responses=int((responses.lengths > 0).sum()),
         advantages_T=_advantages(batch, responses) if "advantages" in batch else None,
-        rollout_logprobs_T=flat["rollout_logprobs"],
         old_logprobs_T=flat["old_logprobs"],
         ref_logprobs_T=flat["ref_logprobs"],
     )
 
 
 def check_fields(batch: Batch, loss: LossSettings) -> None:
-    """ValueError when ``loss`` is unknown or lacks a field of ``batch``."""
+    """ValueError when ``loss`` is unknown or needs a field that ``batch`` lacks."""
     if loss.name not in LOSSES:
         raise ValueError(f"loss '{loss.name}' is unknown: {hint(loss.name, LOSSES)}")
+    if loss.agreement_bound is not None and "rollout_logprobs" not in batch:
+        raise ValueError(
+            "algorithm.agreement.bound needs the field 'rollout_logprobs': add it to the inputs "
+            "of the update"
+        )
     if not LOSSES[loss.name].needs_advantages:
         return
     if "advantages" not in batch:

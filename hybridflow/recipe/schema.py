@@ -13,6 +13,7 @@ from hybridflow.recipe.ranges import (
     Count,
     Dataflow,
     NotNegative,
+    Positive,
     RunName,
     Seed,
     Text,
@@ -78,6 +79,20 @@ class KlSection(Section):
     )
 
 
+class AgreementSection(Section):
+    """Rollout against trainer: log-probabilities of the same tokens under the same weights."""
+
+    threshold: NotNegative = Field(
+        default=0.01,
+        description="difference in nats above which a token counts in `update/rollout_gap_share`",
+    )
+    bound: Positive | None = Field(
+        default=None,
+        description="largest difference in nats; beyond it the run ends with an error; null: any "
+        "(in float32 on the CPU 1e-4 holds)",
+    )
+
+
 class AlgorithmSection(Section):
     """Settings of losses and advantages."""
 
@@ -85,6 +100,9 @@ class AlgorithmSection(Section):
         default=0.2, description="bounds of the policy ratio: a number or [low, high]"
     )
     kl: KlSection = Field(default=KlSection(), description="KL penalty")
+    agreement: AgreementSection = Field(
+        default=AgreementSection(), description="whether rollout and trainer agree"
+    )
     normalize_by_std: bool = Field(
         default=True,
         description="divide group-relative advantages by the group's standard deviation",

@@ -1,6 +1,7 @@
 """The engine against HuggingFace and torch's AdamW, written out independently."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,12 +92,18 @@ def test_two_steps_equal_huggingface(tiny_qwen3: str, batch: Batch):
 
 def test_metrics_by_hand(tiny_qwen3: str, batch: Batch):
     expected = reference(tiny_qwen3, batch, GRPO)["before"]
-    (result,) = run_ranks(two_steps, 1, tiny_qwen3, ParallelLayout(), batch, GRPO)
+    threshold = 1.0
+    loss = replace(GRPO, agreement_threshold=threshold)
+    (result,) = run_ranks(two_steps, 1, tiny_qwen3, ParallelLayout(), batch, loss)
     metrics = result["metrics"][0]
-    gap = (expected - batch["rollout_logprobs"].values).abs()
+    ratio = (expected - batch["rollout_logprobs"].values).exp()  # trainer / rollout
+    gap = ratio.log().abs()
     reference_gap = batch["ref_logprobs"].values - expected
     assert metrics["rollout_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
     assert metrics["rollout_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
+    assert metrics["rollout_kl"] == pytest.approx((ratio - 1 - ratio.log()).mean().item(), rel=1e-4)
+    assert 0 < metrics["rollout_gap_share"] < 1
+    assert metrics["rollout_gap_share"] == pytest.approx((gap > threshold).float().mean().item())
     assert metrics["kl"] == pytest.approx(
         (reference_gap.exp() - reference_gap - 1).mean().item(), rel=1e-4
     )

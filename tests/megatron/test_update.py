@@ -1,5 +1,6 @@
 """Mini-batches, epochs, packing, losses, and what must be refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings, OptimizerSettings
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
-from tests.megatron.cases import GRPO, OPTIMIZER, make_batch, make_engine, my_part
+from tests.megatron.cases import (
+    GRPO,
+    OPTIMIZER,
+    make_batch,
+    make_engine,
+    merged,
+    my_part,
+    two_steps,
+)
 from tests.ranks import RanksFailed, run_ranks
 
 ONE, DP2 = ParallelLayout(), ParallelLayout(dp=2)
@@ -115,6 +124,12 @@ def test_faults_are_named(tiny_qwen3: str):
         (batch, many, {}, "need the field 'old_logprobs'"),
         (batch.select(["prompts", "responses"]), GRPO, {}, "needs the field 'advantages'"),
         (batch, LossSettings(name="ppo_clp"), {}, "did you mean 'ppo_clip'"),
+        (
+            batch.select(["prompts", "responses", "advantages"]),
+            LossSettings(agreement_bound=1e-4),
+            {},
+            "agreement.bound needs the field 'rollout_logprobs'",
+        ),
         (batch, GRPO, {"micro_batch_tokens": 4}, "raise micro_batch_tokens"),
         (batch, GRPO, {"optimizer": None}, "made without an optimizer"),
         (with_old(batch), LossSettings(mini_batches=5), {}, "at least dp x mini_batches prompts"),
@@ -122,6 +137,37 @@ def test_faults_are_named(tiny_qwen3: str):
     for given, loss, options, text in cases:
         with pytest.raises(RanksFailed, match=text):
             run_ranks(updates, 1, tiny_qwen3, ONE, [given], loss, **options)
+
+
+def _with_own_logprobs(path: str, batch: Batch, loss: LossSettings) -> Batch:
+    """A rollout that agrees with the trainer."""
+    (result,) = run_ranks(two_steps, 1, path, ONE, batch, loss)
+    return batch.with_field("rollout_logprobs", Axis.TOKENS, merged([result], "before"))
+
+
+def test_disagreement_names_the_sample_on_every_rank(tiny_qwen3: str):
+    bounded = replace(GRPO, agreement_bound=1e-4)
+    agreeing = _with_own_logprobs(tiny_qwen3, make_batch(), GRPO)
+    (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [agreeing], bounded)
+    assert result["metrics"][0]["rollout_gap_max"] < 1e-5
+    assert result["metrics"][0]["rollout_gap_share"] == 0
+
+    rollout = agreeing["rollout_logprobs"].clone()
+    sample = 8  # of the second data-parallel rank
+    token = len(rollout[sample]) - 1
+    rollout[sample][token] -= 0.5
+    versions = rollout.with_values(torch.full((len(rollout.values),), 4))
+    wrong = agreeing.with_field("rollout_logprobs", Axis.TOKENS, rollout)
+    text = f"sample {sample}, token {token} of the response"
+    with pytest.raises(RanksFailed, match=text) as failure:
+        run_ranks(updates, 4, tiny_qwen3, ParallelLayout(pp=2, dp=2), [wrong], bounded)
+    assert str(failure.value).count(f"Disagreement: {text}") >= 4
+
+    versions[sample][token] = 3  # an older version: it may differ
+    stale = wrong.with_field("token_versions", Axis.TOKENS, versions)
+    current = replace(bounded, weight_version=4)
+    (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [stale], current)
+    assert result["metrics"][0]["rollout_gap_max"] < 1e-5
 
 
 def test_an_empty_rank_is_an_error_on_every_rank(tiny_qwen3: str):
