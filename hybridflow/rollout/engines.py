@@ -60,8 +60,11 @@ class EngineFault:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """How a server fares. ``version`` is None when it does not say."""
+    """How a server fares; ``pid`` is its supervisor's, ``log`` the end of its log. ``version`` is
+    None when it does not say."""
 
+    url: str
+    pid: int
     alive: bool
     healthy: bool
     version: str | None

@@ -89,6 +89,11 @@ class Fleet(Generic[AnyEngine]):
         with self._roster.lock:
             return {name: member.state for name, member in self._roster.members.items()}
 
+    def open_requests(self) -> int:
+        """How many requests to engines are neither answered nor withdrawn."""
+        with self._roster.lock:
+            return len(self._open)
+
     def quarantine(self, name: str, fault: EngineFault) -> None:
         """No request goes to the engine any more; its open ones are asked of others.
 
