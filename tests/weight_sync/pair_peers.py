@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.rollout.server_side.pair_channel import Endpoint, Listener, PairError, connect
+from hybridflow.weight_sync.pairs import Endpoint, Listener, PairError, connect
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.rollout.server_side.pair_channel import (
+from hybridflow.weight_sync.pairs import (
     Endpoint,
     Listener,
     PairChannel,
@@ -105,7 +105,7 @@ def test_any_sizes(sizes: list[int]):
     receiver.close()
 
 
-def test_two_buckets_are_under_way_and_no_third():
+def test_a_receiver_holds_two_buckets_and_a_sender_waits():
     receiver, sender = _pair(timeout=2.0)
     buckets = [payload("s", number, 1 << 20) for number in range(4)]
     sender.send(0, buckets[0])
@@ -113,9 +113,8 @@ def test_two_buckets_are_under_way_and_no_third():
     sender.send(1, buckets[1])
     second = receiver.receive(1, 1 << 20)
     sender.send(2, buckets[2])
-    sender.send(3, buckets[3])
     with pytest.raises(PairTimeout, match="bucket 2 was not taken within 2 s"):
-        sender.flush()
+        sender.send(3, buckets[3])
     assert torch.equal(first, buckets[0]) and torch.equal(second, buckets[1])
     receiver.close()
 
@@ -160,6 +159,25 @@ def test_it_listens_on_the_given_address_alone():
     receiver, sender = _pair()
     new = _listening() - before
     assert {address.split(":")[0] for address in new} <= {"0100007F"}
+    receiver.close()
+    sender.close()
+
+
+def test_a_sender_needs_two_buffers_alone():
+    receiver, sender = _pair(bucket=8 << 20)
+    buffers = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(2)]
+
+    def feed() -> None:
+        for number in range(6):
+            sender.send(number, buffers[number % 2].fill_(number))
+
+    with ThreadPoolExecutor(1) as pool:
+        fed = pool.submit(feed)
+        for number in range(6):
+            assert receiver.receive(number, 8 << 20).eq(number).all()
+            receiver.release(number)
+        fed.result()
+    sender.finish()
     receiver.close()
     sender.close()
 

@@ -1,7 +1,6 @@
 """A channel between one trainer rank and one engine rank: a process group of two, by itself.
 
-Stands alone (torch and the standard library), for it runs inside a rollout server too. Nothing of
-`torch.distributed`'s global state is touched: a server and a trainer have groups of their own.
+Nothing of `torch.distributed`'s global state is touched: a trainer has groups of its own.
 
 One side listens, the other connects. A control connection carries the handshake, the rendezvous of
 the process group, a header per bucket and the receipts; the group carries the payload alone.
@@ -15,8 +14,9 @@ the process group, a header per bucket and the receipts; the group carries the p
     channel.send(0, bucket)                            # returns while it is under way
     channel.finish()                                   # the peer has released every bucket
 
-Double-buffered: at most two buckets are under way, and a receiver holds two at most. Every wait has
-a deadline; a peer that dies, stalls or never comes is an error that names the peer and the bucket.
+Double-buffered: a sender fills one bucket while another is under way, a receiver uses one while the
+next arrives. Every wait has a deadline; a peer that dies, stalls or never comes is an error that
+names the peer and the bucket.
 
 Security: both sides prove that they know the endpoint's nonce (HMAC-SHA-256 over fresh challenges)
 before anything else is read; any other connection is dropped and the listener goes on waiting. The
@@ -29,34 +29,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
-if __package__:
-    from hybridflow.rollout.server_side import pair_link
-    from hybridflow.rollout.server_side.pair_link import (
-        Deadline,
-        Endpoint,
-        Link,
-        PairError,
-        PairTimeout,
-    )
-    from hybridflow.rollout.server_side.pair_stream import PairChannel
-else:  # inside SGLang, this folder is on the path and the project is not
-    import pair_link
-    from pair_link import Deadline, Endpoint, Link, PairError, PairTimeout
-    from pair_stream import PairChannel
-
-__all__ = [
-    "Endpoint",
-    "Listener",
-    "PairChannel",
-    "PairError",
-    "PairTimeout",
-    "connect",
-    "open_channel",
-]
+from hybridflow.weight_sync.pairs import link as links
+from hybridflow.weight_sync.pairs.link import (
+    Deadline,
+    Endpoint,
+    Link,
+    PairError,
+    PairTimeout,
+)
+from hybridflow.weight_sync.pairs.stream import PairChannel
 
 DEFAULT_BUCKET = 512 << 20
 
@@ -105,7 +88,7 @@ class Listener:
                 if stream not in missing or wanted != backend:
                     link.fail(f"stream {stream!r} over {wanted} is not awaited here")
                     continue
-                link.send(pair_link.CONSENT)
+                link.send(links.CONSENT)
                 channels[stream] = PairChannel(link, 0, stream, backend, timeout, bucket, until)
                 missing.remove(stream)
         except BaseException:
@@ -126,7 +109,7 @@ class Listener:
                 f"{self.endpoint.port} within {until.seconds:.0f} s{also}"
             ) from None
         try:
-            return pair_link.welcome(connection, self.endpoint.nonce)
+            return links.welcome(connection, self.endpoint.nonce)
         except (OSError, ValueError, PairError):
             connection.close()
             self.refused += 1
@@ -155,8 +138,8 @@ def connect(
     where = f"stream {stream!r} at {endpoint.host}:{endpoint.port}"
     link = None
     try:
-        link = Link(pair_link.dial(endpoint, until), {"stream": stream, "backend": backend})
-        pair_link.introduce(link, endpoint.nonce, until)
+        link = Link(links.dial(endpoint, until), {"stream": stream, "backend": backend})
+        links.introduce(link, endpoint.nonce, until)
         link.receive(until)  # the listener's consent, or why not
     except (OSError, PairError) as error:
         if link is not None:
@@ -168,10 +151,3 @@ def connect(
             "(an endpoint that is out of date?)"
         ) from None
     return PairChannel(link, 1, stream, backend, timeout, bucket, until)
-
-
-def open_channel(stream: dict[str, Any], folder: Path, seconds: float) -> PairChannel:
-    """The channel that a loader's request describes: `endpoint`, `name`, `backend` and `area`."""
-    endpoint = Endpoint(**stream["endpoint"])
-    area, backend = stream["area"], stream["backend"]
-    return connect(endpoint, stream["name"], seconds, backend=backend, bucket=area)

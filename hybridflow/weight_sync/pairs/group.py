@@ -1,7 +1,4 @@
-"""A process group of two outside `torch.distributed`'s global state, over gloo or NCCL.
-
-Stands alone (torch and the standard library), for it runs inside a rollout server too.
-"""
+"""A process group of two outside `torch.distributed`'s global state, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-if __package__:
-    from hybridflow.rollout.server_side.pair_link import KEY, Deadline, Link, PairError, PairTimeout
-else:  # inside SGLang, this folder is on the path and the project is not
-    from pair_link import KEY, Deadline, Link, PairError, PairTimeout
+from hybridflow.weight_sync.pairs.link import KEY, Deadline, Link, PairError, PairTimeout
 
 _c10d: Any = torch.distributed  # its stubs lack what a group's own object can do
 _POLL_SECONDS = 0.001

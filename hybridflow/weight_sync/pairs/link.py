@@ -1,7 +1,4 @@
-"""The control connection of a pair channel: deadlines, frames, and the proof of who is there.
-
-Stands alone (the standard library), for it runs inside a rollout server too.
-"""
+"""The control connection of a pair channel: deadlines, frames, and the proof of who is there."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Buckets over a process group of two: one side sends, the other receives ahead.
-
-Stands alone (torch and the standard library), for it runs inside a rollout server too.
-"""
+"""Buckets over a process group of two: one side sends, the other receives ahead."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
@@ -15,16 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-if __package__:
-    from hybridflow.rollout.server_side import pair_link
-    from hybridflow.rollout.server_side.pair_group import GROUPS, GlooPair, NcclPair
-    from hybridflow.rollout.server_side.pair_link import Deadline, Link, PairError, PairTimeout
-else:  # inside SGLang, this folder is on the path and the project is not
-    import pair_link
-    from pair_group import GROUPS, GlooPair, NcclPair
-    from pair_link import Deadline, Link, PairError, PairTimeout
+from hybridflow.weight_sync.pairs import link as links
+from hybridflow.weight_sync.pairs.group import GROUPS, GlooPair, NcclPair
+from hybridflow.weight_sync.pairs.link import Deadline, Link, PairError, PairTimeout
 
-_IN_FLIGHT = 2
+_BUFFERS = 2
 _END_SECONDS = 1.0
 """How long after a peer's end its last bytes may still be on their way."""
 
@@ -50,7 +41,7 @@ class PairChannel:
         self.stream, self.timeout, self.bucket = stream, timeout, bucket
         self.bytes_sent = self.bytes_received = 0
         self._link = link
-        self._under_way: deque[tuple[int, Any]] = deque()
+        self._under_way: tuple[int, Any] | None = None
         self._unreleased: set[int] = set()
         self._reader: _Reader | None = None
         try:
@@ -66,27 +57,30 @@ class PairChannel:
     def send(self, number: int, tensor: Tensor) -> None:
         """Put bucket `number` (uint8 [nbytes], contiguous) on its way and return.
 
-        Waits while two buckets are under way. The memory is borrowed until the send after the
-        next returns, or `flush` or `finish` does.
+        Waits until the one before has left its memory: a sender with two buffers fills one while
+        the other is under way. The memory is borrowed until the next `send`, or `flush`, returns.
         """
         assert self._reader is None, "this channel receives"
         assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
         assert 0 < tensor.numel() <= self.bucket, "a bucket is outside the channel's bound"
         group = self._open_group()
-        while len(self._under_way) >= _IN_FLIGHT:
-            self._wait_oldest(group)
+        self.flush()
         with self._naming(f"bucket {number} was not sent"):
             while self._unreleased and self._link.readable():
                 self._take_receipt(Deadline(self.timeout))
-            self._link.send(pair_link.BUCKET, number, tensor.numel())
-            self._under_way.append((number, group.send(tensor)))
+            self._link.send(links.BUCKET, number, tensor.numel())
+            self._under_way = (number, group.send(tensor))
         self._unreleased.add(number)
         self.bytes_sent += tensor.numel()
 
     def flush(self) -> None:
         """Wait until every bucket has left its memory."""
-        while self._under_way:
-            self._wait_oldest(self._open_group())
+        if self._under_way is None:
+            return
+        (number, work), self._under_way = self._under_way, None
+        group, until = self._open_group(), Deadline(self.timeout)
+        with self._naming(f"bucket {number} was not taken", until):
+            group.wait(work, until)
 
     def finish(self) -> None:
         """Wait until the peer has released every bucket; PairError with its words if it failed."""
@@ -122,7 +116,7 @@ class PairChannel:
         self._open_group()
         self._reader.release(number)
         with self._naming(f"bucket {number} was not acknowledged"):
-            self._link.send(pair_link.RECEIPT, number)
+            self._link.send(links.RECEIPT, number)
 
     def fail(self, reason: str) -> None:
         """Tell the peer why this side gives up, and close."""
@@ -134,7 +128,7 @@ class PairChannel:
         self._link.close()
         if self._reader is not None:
             self._reader.stop()
-        self._under_way.clear()
+        self._under_way = None
         self._group = None
 
     def _open_group(self) -> GlooPair | NcclPair:
@@ -142,15 +136,9 @@ class PairChannel:
             raise PairError(f"{self} is closed")
         return self._group
 
-    def _wait_oldest(self, group: GlooPair | NcclPair) -> None:
-        number, work = self._under_way.popleft()
-        until = Deadline(self.timeout)
-        with self._naming(f"bucket {number} was not taken", until):
-            group.wait(work, until)
-
     def _take_receipt(self, until: Deadline) -> None:
         kind, number, _ = self._link.receive(until)
-        if kind != pair_link.RECEIPT:
+        if kind != links.RECEIPT:
             raise PairError("the peer sends too, or speaks another protocol")
         self._unreleased.discard(number)
 
@@ -176,7 +164,7 @@ class _Reader:
         self._held: dict[int, Tensor] = {}
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, int, Tensor] | Exception] = SimpleQueue()
-        for _ in range(_IN_FLIGHT):
+        for _ in range(_BUFFERS):
             self._free.put(torch.empty(0, dtype=torch.uint8, device=group.device))
         arguments = (link, group, self._free, self._arrived, bucket, timeout)
         threading.Thread(target=_receive_ahead, args=arguments, daemon=True).start()
@@ -222,7 +210,7 @@ def _receive_ahead(
     try:
         while True:
             kind, number, nbytes = link.receive(None)
-            if kind != pair_link.BUCKET or not 0 < nbytes <= bucket:
+            if kind != links.BUCKET or not 0 < nbytes <= bucket:
                 raise PairError(f"the peer offered {nbytes:,} bytes; at most {bucket:,} fit")
             buffer = free.get()
             if buffer is None:
