@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hybridflow.monitor import read_metrics
+from hybridflow.monitor import read_events, read_metrics
 from tests.dataflow.commands import TrainCommand
 
 pytestmark = pytest.mark.slow
@@ -26,6 +26,10 @@ def recorded(tmp_path) -> int:
     return len(read_metrics(tmp_path / "run"))
 
 
+def kinds(folder) -> list[str]:
+    return [event["kind"] for event in read_events(folder)]
+
+
 def test_sigterm(running, tmp_path) -> None:
     before = recorded(tmp_path)
     running.process.send_signal(signal.SIGTERM)
@@ -34,11 +38,30 @@ def test_sigterm(running, tmp_path) -> None:
     assert recorded(tmp_path) >= before
 
 
-def test_a_killed_rollout_server(running) -> None:
+def test_a_killed_rollout_server_is_replaced(running, tmp_path) -> None:
     (server, *_) = running.processes("hybridflow.rollout.local")
     server.kill()
-    assert running.wait() == 1
-    assert "rollout rank 0" in running.output, running.output
+    folder = tmp_path / "run"
+    running.wait_for("its return", lambda: "readmission" in kinds(folder))
+    before = recorded(tmp_path)
+    running.wait_for("more steps", lambda: recorded(tmp_path) > before + 3)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output
+    assert not running.left_over()
+
+
+def test_a_rollout_server_that_cannot_come_back(running, quickstart) -> None:
+    weights = quickstart / "model.safetensors"
+    weights.rename(aside := quickstart / "weights.aside")
+    try:
+        (server, *_) = running.processes("hybridflow.rollout.local")
+        server.kill()
+        assert running.wait() == 1
+    finally:
+        aside.rename(weights)
+    assert "no rollout engine is left" in running.output, running.output
+    assert "rollout (quarantined): repair 1 failed" in running.output
+    assert "ended with status" in running.output and "Traceback" in running.output, "its log"
     assert not running.left_over()
 
 
