@@ -33,14 +33,17 @@ def whole_version(directory: str | Path, version: int, local: str | Path) -> Pat
 
     Args:
         directory: the shared folder, with a folder ``v<N>`` for each version.
-        local: a folder of this machine. Versions that it holds are started from, and stay;
-            remove them with ``remove_versions``. A build takes one model of space more.
+        local: a folder of this machine that nobody else builds in. Versions that it holds are
+            started from, and stay; remove them with ``remove_versions``. A build takes one model
+            of space more.
 
     Raises:
         NeedsFull: something that ``version`` needs is missing or damaged; nothing was built.
         ValueError: too little space in ``local``.
     """
     directory, local = Path(directory), Path(local)
+    for killed in local.glob(".v*"):  # what a process that was killed had begun
+        shutil.rmtree(killed)
     built = local / f"v{version}"
     if (built / WEIGHTS).is_file():
         return built

@@ -23,7 +23,14 @@ from hybridflow.weight_sync.delta_file import (
     write_at,
     write_durably,
 )
-from hybridflow.weight_sync.delta_manifest import DATA, MANIFEST, WEIGHTS, Manifest, TensorDelta
+from hybridflow.weight_sync.delta_manifest import (
+    DATA,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    TensorDelta,
+    is_delta,
+)
 from hybridflow.weight_sync.version import check_space, check_weight, read_config, write_version
 from megatron_bridge.huggingface.safetensors_file import DTYPE_NAMES, SafetensorsFile
 
@@ -53,16 +60,26 @@ class VersionWriter:
         self._state: _State | None = None
         self._since_full = 0
 
-    def write(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Path:
+    def write(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, full: bool = False
+    ) -> Path:
         """Write ``directory``/v``version``, full or delta, whole or absent; returns its path.
 
-        ``weights`` as for ``write_version``. ValueError for faulty weights, a version that is not
-        newer than the last one, or too little space.
+        Args:
+            weights: as for ``write_version``.
+            full: a reader could not use the delta (``NeedsFull``): a full version now, which
+                takes the place of a delta of the same version.
+
+        Raises:
+            ValueError: for faulty weights, a version that is not newer than the last one, or too
+                little space.
         """
         state, self._state = self._state, None
-        if state is None or self._since_full + 1 >= self._full_every:
+        if full or state is None or self._since_full + 1 >= self._full_every:
             if state is not None:
                 state.close()
+            if full and is_delta(target := self._directory / f"v{version}"):
+                shutil.rmtree(target)
             return self._write_full(weights, version)
         try:
             target = self._write_delta(state, weights, version)
