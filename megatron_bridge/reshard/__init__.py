@@ -8,14 +8,16 @@ Moving the elements is ``megatron_bridge.reshard_moves``' part.
 from megatron_bridge.reshard.copies import Copy, View
 from megatron_bridge.reshard.inverse import inverse
 from megatron_bridge.reshard.plan import ReshardPlan, plan
-from megatron_bridge.reshard.routes import Routes, Seat, route
+from megatron_bridge.reshard.routes import Routes, route
+from megatron_bridge.reshard.senders import Seat
 from megatron_bridge.reshard.targets import Fill, TargetParameter
-from megatron_bridge.reshard.traffic import LINKS, Traffic
+from megatron_bridge.reshard.traffic import LINKS, LinkBytes, Traffic
 
 __all__ = [
     "LINKS",
     "Copy",
     "Fill",
+    "LinkBytes",
     "ReshardPlan",
     "Routes",
     "Seat",

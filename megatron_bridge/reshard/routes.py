@@ -1,80 +1,13 @@
-"""Which holder sends which copy to which engine: the nearest, and of equals the least busy."""
+"""Which trainer rank sends which copy to which engine, and what that moves."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
+from megatron_bridge.reshard import senders
 from megatron_bridge.reshard.plan import ReshardPlan
+from megatron_bridge.reshard.senders import Run, Seat
 from megatron_bridge.reshard.traffic import LINKS, Link, LinkBytes, Traffic
-
-# Runs that a sender which is as near as others should get, so that their bytes come out even.
-_RUNS_PER_SENDER = 4
-
-
-class Seat(NamedTuple):
-    """Where a rank runs. Ranks of one host and device share that device's memory.
-
-    Attributes:
-        host: name of the machine.
-        device: of that machine; None: it has none of its own (CPU), and shares none.
-    """
-
-    host: str
-    device: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Copies that one engine rank takes from the same holders; they are routed alike."""
-
-    rank: int
-    holders: tuple[int, ...]
-    copies: list[int]
-    bytes_before: list[int]
-
-    @property
-    def bytes(self) -> int:
-        return self.bytes_before[-1]
-
-    def cut(self, runs: int) -> list[int]:
-        """Where it is cut into at most ``runs`` runs of about the same bytes."""
-        steps = [self.bytes * step // runs for step in range(1, runs)]
-        inner = {bisect_left(self.bytes_before, step) for step in steps}
-        return sorted(inner | {0, len(self.copies)})
-
-
-class _Run(NamedTuple):
-    """Consecutive copies of a group that one sender sends to one engine."""
-
-    start: int
-    stop: int
-    source: int
-    link: Link
-
-
-class _Near:
-    """Which holders are nearest to a seat."""
-
-    def __init__(self, holders: tuple[int, ...], trainer: Sequence[Seat]) -> None:
-        self._all = holders
-        self._devices: dict[Seat, tuple[int, ...]] = {}
-        self._hosts: dict[str, tuple[int, ...]] = {}
-        for rank in holders:
-            seat = trainer[rank]
-            if seat.device is not None:
-                self._devices[seat] = (*self._devices.get(seat, ()), rank)
-            self._hosts[seat.host] = (*self._hosts.get(seat.host, ()), rank)
-
-    def of(self, seat: Seat) -> tuple[Link, tuple[int, ...]]:
-        """The kind of link to the nearest holders, and these."""
-        if seat in self._devices:
-            return "device", self._devices[seat]
-        if seat.host in self._hosts:
-            return "host", self._hosts[seat.host]
-        return "network", self._all
 
 
 class Routes:
@@ -87,61 +20,11 @@ class Routes:
         self.plan = plan
         self.trainer = tuple(trainer)
         self.engines = tuple(map(tuple, engines))
-        self._group_of: list[tuple[int, int]] = []
-        self._groups = self._grouped()
+        self._groups = senders.grouped(plan)
+        self._runs = senders.assign(self._groups, self.trainer, self.engines)
         self._of_rank: dict[int, list[int]] = {}
         for index, group in enumerate(self._groups):
             self._of_rank.setdefault(group.rank, []).append(index)
-        self._runs = self._assign()
-
-    def _grouped(self) -> list[_Group]:
-        index: dict[tuple[int, tuple[int, ...]], int] = {}
-        members: list[list[int]] = []
-        for number, copy in enumerate(self.plan.copies):
-            group = index.setdefault((copy.target_rank, copy.holders), len(members))
-            if group == len(members):
-                members.append([])
-            self._group_of.append((group, len(members[group])))
-            members[group].append(number)
-        before = self.plan.bytes_before
-        return [
-            _Group(
-                rank,
-                holders,
-                copies,
-                list(accumulate((before[n + 1] - before[n] for n in copies), initial=0)),
-            )
-            for (rank, holders), copies in zip(index, members, strict=True)
-        ]
-
-    def _assign(self) -> list[list[tuple[_Run, ...]]]:
-        """Runs by engine and group. The largest find their sender first, so that loads are even."""
-        near = {group.holders: _Near(group.holders, self.trainer) for group in self._groups}
-        wanted = [
-            [near[group.holders].of(engine[group.rank]) for group in self._groups]
-            for engine in self.engines
-        ]
-        demand: dict[tuple[int, ...], int] = {}
-        for nearest in wanted:
-            for _, senders in nearest:
-                demand[senders] = demand.get(senders, 0) + 1
-        pieces: list[tuple[int, int, int, int, int]] = []
-        for engine, nearest in enumerate(wanted):
-            for number, (group, (_, senders)) in enumerate(zip(self._groups, nearest, strict=True)):
-                runs = -(-_RUNS_PER_SENDER * len(senders) // demand[senders])
-                stops = group.cut(runs if len(senders) > 1 else 1)
-                for start, stop in zip(stops, stops[1:], strict=False):
-                    size = group.bytes_before[stop] - group.bytes_before[start]
-                    pieces.append((-size, engine, number, start, stop))
-        load = {link: [0] * len(self.trainer) for link in LINKS}
-        found: list[list[list[_Run]]] = [[[] for _ in self._groups] for _ in self.engines]
-        for negative, engine, number, start, stop in sorted(pieces):
-            link, senders = wanted[engine][number]
-            busy = load[link]
-            source = min(senders, key=busy.__getitem__)
-            busy[source] -= negative
-            found[engine][number].append(_Run(start, stop, source, link))
-        return [[tuple(sorted(runs)) for runs in groups] for groups in found]
 
     def source(self, copy: int, engine: int) -> int:
         """The trainer rank that sends a copy to an engine."""
@@ -151,10 +34,19 @@ class Routes:
         """The kind of link that a copy to an engine takes."""
         return self._run(copy, engine).link
 
-    def _run(self, copy: int, engine: int) -> _Run:
-        group, place = self._group_of[copy]
+    def _run(self, copy: int, engine: int) -> Run:
+        group, place = self._place[copy]
         runs = self._runs[engine][group]
         return runs[bisect_right(runs, place, key=_start) - 1]
+
+    @cached_property
+    def _place(self) -> list[tuple[int, int]]:
+        """Of each copy: its group and its place there."""
+        found = [(0, 0)] * len(self.plan.copies)
+        for index, group in enumerate(self._groups):
+            for place, copy in enumerate(group.copies):
+                found[copy] = (index, place)
+        return found
 
     def sends(self, trainer_rank: int) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """What a trainer rank sends: copies in plan order, by engine and rank within it."""
@@ -165,13 +57,13 @@ class Routes:
         return {key: tuple(sorted(found[key])) for key in sorted(found)}
 
     @cached_property
-    def _by_source(self) -> dict[int, list[tuple[int, int, _Run]]]:
-        found: dict[int, list[tuple[int, int, _Run]]] = {}
+    def _by_source(self) -> dict[int, list[tuple[int, int, Run]]]:
+        found: dict[int, list[tuple[int, int, Run]]] = {}
         for engine, group, run in self._all_runs():
             found.setdefault(run.source, []).append((engine, group, run))
         return found
 
-    def _all_runs(self) -> Iterator[tuple[int, int, _Run]]:
+    def _all_runs(self) -> Iterator[tuple[int, int, Run]]:
         for engine, groups in enumerate(self._runs):
             for group, runs in enumerate(groups):
                 for run in runs:
@@ -192,7 +84,7 @@ class Routes:
         received = [[[0] * len(LINKS) for _ in engine] for engine in self.engines]
         for engine, index, run in self._all_runs():
             group, kind = self._groups[index], LINKS.index(run.link)
-            size = group.bytes_before[run.stop] - group.bytes_before[run.start]
+            size = group.bytes_of(run.start, run.stop)
             sent[run.source][kind] += size
             received[engine][group.rank][kind] += size
         model = self.plan.model_bytes
@@ -220,7 +112,7 @@ class Routes:
         )
 
 
-def _start(run: _Run) -> int:
+def _start(run: Run) -> int:
     return run.start
 
 
