@@ -10,7 +10,7 @@ from megatron_bridge.agreement import check_tensors
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
-from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.mappings import shapes_of, weights
 from megatron_bridge.reading import fill_megatron
 from megatron_bridge.registry import HfConfig, architecture, has_value_head
 from megatron_bridge.sharding import holdings
@@ -40,7 +40,8 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
     opened = HuggingFaceFolder(folder)
     _check_config(opened, config, fresh_head)
     source = dequantized(opened, opened.config(), made.dtype)
-    expected = huggingface_shapes(config)
+    known = weights(config)
+    expected = shapes_of(known)
     if fresh_head:
         del expected["score.weight"]
     elif has_value_head(config) and "score.weight" not in source.tensors():
@@ -50,7 +51,7 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
         )
     check_tensors(source, config, expected, folder, passed={"lm_head.weight"} if fresh_head else ())
     with torch.no_grad():
-        for held in parameters(model):
+        for held in parameters(model, known):
             if held.weight.name_of(held.weight.row.parts[0].name) in expected:
                 _fill(source, held, made.layout.expert_tp, made.layout.tp)
 

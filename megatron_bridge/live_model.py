@@ -219,23 +219,28 @@ class Held(NamedTuple):
     tensor: Tensor
 
 
-def parameters(model: Model) -> Iterator[Held]:
+def parameters(model: Model, known: list[Weight] | None = None) -> Iterator[Held]:
     """Every parameter of this rank with its weight.
 
     The copy of a tied embedding on the last stage comes with the embedding's weight.
+
+    Args:
+        known: the model's ``weights``, where the caller has them.
 
     Raises:
         ValueError: for a parameter that no row covers, or a row without its parameter.
     """
     made = origin(model)
     config = translation.resolve(made.hf_config)
+    known = weights(config) if known is None else known
     for chunk in chunks_of(model):
-        yield from _parameters(chunk, config, made.layout)
+        yield from _parameters(chunk, known, config, made.layout)
 
 
-def _parameters(model: torch.nn.Module, config: HfConfig, layout: ParallelLayout) -> Iterator[Held]:
-    chunk = origin(model).chunk
-    expected, by_name = _expected(config, layout, chunk)
+def _parameters(
+    model: torch.nn.Module, known: list[Weight], config: HfConfig, layout: ParallelLayout
+) -> Iterator[Held]:
+    expected, by_name = _expected(known, placement(config, layout), origin(model).chunk)
     numbers = _numbers(model)
     found = set()
     for local, tensor, is_buffer in _tensors(model):
@@ -246,8 +251,8 @@ def _parameters(model: torch.nn.Module, config: HfConfig, layout: ParallelLayout
             if is_buffer:
                 continue  # state of a computation, not a weight
             table = architecture(config)
-            known = {n for row in table.rows_of(config) for n in row.names}
-            raise ValueError(uncovered("Megatron parameter", name, known, table))
+            names = {n for row in table.rows_of(config) for n in row.names}
+            raise ValueError(uncovered("Megatron parameter", name, names, table))
         weight, place = by_name[name]
         found.add(id(weight))
         yield Held(weight, place, tensor)
@@ -267,19 +272,18 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _expected(
-    config: HfConfig, layout: ParallelLayout, chunk: int
+    known: list[Weight], where: Placement, chunk: int
 ) -> tuple[list[Weight], dict[str, tuple[Weight, int]]]:
     """The weights of this rank's model chunk, and by every name that they may have."""
-    where, rank = placement(config, layout), dist.get_rank()
+    rank = dist.get_rank()
     expected, by_name = [], {}
-    for weight in weights(config):
+    for weight in known:
         held = where.place(weight, rank)
-        is_embedding = weight.row.megatron.startswith("embedding.")
         here = held is not None and held[0] == chunk
         if here:
             expected.append(weight)
-        if here or is_embedding:
-            place = held[1] if held is not None else layout.coordinates(rank).tp
+        if here or weight.row.megatron.startswith("embedding."):
+            place = held[1] if held is not None else where.layout.coordinates(rank).tp
             for name in weight.live_names(where.local_expert(weight)):
                 by_name[name] = (weight, place)
     return expected, by_name

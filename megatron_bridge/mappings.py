@@ -153,8 +153,10 @@ def shapes_of(model: list[Weight]) -> dict[str, tuple[int, ...]]:
     """Every HuggingFace tensor of these weights, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in model:
-        for template, shape in weight.shape_of.tensors.items():
-            name = weight.name_of(template)
+        for template, shape in weight.shape_of.tensors:
+            name = template.format(layer=weight.layer, expert=weight.expert)
+            held = shapes.get(name)
             # Rows of the table may share a tensor: it reaches as far as the longest says.
-            shapes[name] = max(shapes.get(name, shape), shape)
+            if held is None or held < shape:
+                shapes[name] = shape
     return shapes

@@ -69,7 +69,7 @@ class RowShape:
         axes: of the Megatron tensor.
         parts: in the order of the stack axis.
         real: the size of each Megatron axis, without padding.
-        tensors: shapes of the HuggingFace tensors, by names with ``{layer}`` and ``{expert}``.
+        tensors: the HuggingFace tensors' names, with ``{layer}`` and ``{expert}``, and shapes.
         holds_experts: whether a HuggingFace tensor holds all experts.
     """
 
@@ -86,10 +86,12 @@ class RowShape:
             axis: stacked if axis == STACK else self._size[axis] for axis in self.axes.names
         }
         # The last part of a name ends with the tensor's last row.
-        self.tensors = {
-            part.name: (part.rows[1], *(prod(dimension) for dimension in part.sizes[1:]))
-            for part in self.parts
-        }
+        self.tensors = tuple(
+            {
+                part.name: (part.rows[1], *(prod(dimension) for dimension in part.sizes[1:]))
+                for part in self.parts
+            }.items()
+        )
         self.holds_experts = any("expert" in part.axes.names for part in self.parts)
 
     def _lay_out(self) -> Iterator[PartShape]:

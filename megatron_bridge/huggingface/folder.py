@@ -45,9 +45,9 @@ class HuggingFaceFolder:
         given = Path(path)
         self.path = given.parent if _exists(given) and not given.is_dir() else given
         self._config = load_hf_config(self.path)
-        index = None
+        index, indexed = None, {}
         if self.path == given:
-            names, index = _weights(self.path)
+            names, index, indexed = _weights(self.path)
         else:
             names = [given.name]
         self.files = tuple(self.path / name for name in names)
@@ -56,7 +56,7 @@ class HuggingFaceFolder:
         opened = _open_all(self.files)
         self._file_of = _placed(opened)
         if index:
-            _check_index(self.path / index, self._file_of)
+            _check_index(self.path / index, indexed, self._file_of)
         self._infos = {name: file.infos[name] for name, file in self._file_of.items()}
 
     def config(self) -> dict[str, Any]:
@@ -150,19 +150,20 @@ def _required(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _weights(folder: Path) -> tuple[list[str], str | None]:
-    """Names of the weight files, and of their index where there is one."""
+def _weights(folder: Path) -> tuple[list[str], str | None, dict[str, str]]:
+    """Names of the weight files; where there is an index, its name and each tensor's file."""
     for whole, index in _FORMATS:
         has_whole, has_index = _exists(folder / whole), _exists(folder / index)
         if has_index:
-            names = _indexed(folder, index)
+            indexed = _weight_map(folder / index)
+            names = _indexed(folder, index, indexed)
             if has_whole and whole not in names:
                 raise ValueError(
                     f"{folder} holds two models, {whole} and the files of {index}; remove one"
                 )
-            return names, index
+            return names, index, indexed
         if has_whole:
-            return [whole], None
+            return [whole], None, {}
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
     raise ValueError(
         f"{folder} has no weights: none of {', '.join(n for pair in _FORMATS for n in pair)}"
@@ -177,8 +178,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return content
 
 
-def _indexed(folder: Path, index: str) -> list[str]:
-    names = sorted(set(_weight_map(folder / index).values()))
+def _indexed(folder: Path, index: str, indexed: Mapping[str, str]) -> list[str]:
+    names = sorted(set(indexed.values()))
     faults = []
     for name in names:
         # A name without folders cannot leave; a link inside the folder is the user's own.
@@ -219,13 +220,13 @@ def _placed(files: list[WeightFile]) -> dict[str, WeightFile]:
     return placed
 
 
-def _check_index(path: Path, file_of: Mapping[str, WeightFile]) -> None:
+def _check_index(path: Path, indexed: Mapping[str, str], file_of: Mapping[str, WeightFile]) -> None:
     """The index and the files must tell the same of every tensor."""
-    indexed = _weight_map(path)
+    names = {file: file.path.name for file in file_of.values()}
     faults = [
         f"it places '{name}' in {file}, which lacks it"
         for name, file in indexed.items()
-        if name not in file_of or file_of[name].path.name != file
+        if name not in file_of or names[file_of[name]] != file
     ]
     faults += [
         f"{file_of[name].path.name} holds '{name}', which the index does not name"

@@ -163,7 +163,7 @@ def _entries(
 
     Thousands of tensors share few shapes, so their descriptions are shared too.
     """
-    known: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}
+    known: dict[tuple[str, tuple[int, ...]], tuple[TensorInfo, int]] = {}
     spans: list[tuple[int, int, str]] = []
     infos: dict[str, TensorInfo] = {}
     faults: list[str] = []
@@ -174,12 +174,13 @@ def _entries(
                 tuple(entry["shape"]),
                 entry["data_offsets"],
             )
-            info = known.get((dtype, shape)) or known.setdefault(
-                (dtype, shape), _description(dtype, shape)
-            )
-            if type(begin) is not int or type(end) is not int or end - begin != info.bytes:
+            if (dtype, shape) not in known:
+                described = _description(dtype, shape)
+                known[dtype, shape] = described, described.bytes
+            info, size = known[dtype, shape]
+            if type(begin) is not int or type(end) is not int or end - begin != size:
                 raise ValueError(
-                    f"data_offsets {_short([begin, end])} are not the {info.bytes} bytes of "
+                    f"data_offsets {_short([begin, end])} are not the {size} bytes of "
                     f"{dtype} {list(shape)}"
                 )
         except ValueError as error:
