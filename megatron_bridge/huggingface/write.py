@@ -27,7 +27,7 @@ from megatron_bridge.huggingface.safetensors_file import (
 )
 from megatron_bridge.huggingface.shards import file_names, files_of, plan_shards, write_header
 from megatron_bridge.huggingface.transpose import in_order
-from megatron_bridge.page_cache import begin_write_back, write_all
+from megatron_bridge.page_cache import WriteBack, write_all
 from megatron_bridge.source import Ranges, TensorInfo
 
 SHARD_BYTES = 5 * 10**9
@@ -68,7 +68,7 @@ class SafetensorsFolder:
         except OSError as error:
             raise _explained(error, self.path, None) from error
         self._file_of = {name: file for file in files for name in file.infos}
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, tuple[int, WriteBack]] = {}
         self._opening = threading.Lock()
 
     @classmethod
@@ -131,7 +131,7 @@ class SafetensorsFolder:
             ValueError: when the disk failed or was full.
         """
         with self._opening:
-            for path, descriptor in self._open.items():
+            for path, (descriptor, _) in self._open.items():
                 try:
                     os.fsync(descriptor)
                 except OSError as error:
@@ -171,10 +171,11 @@ class SafetensorsFolder:
         try:
             with self._opening:
                 if path not in self._open:
-                    self._open[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                descriptor = self._open[path]
+                    opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                    self._open[path] = opened, WriteBack(opened)
+                descriptor, write_back = self._open[path]
             write_all(lambda part, at: os.pwrite(descriptor, part, offset + at), data)
-            begin_write_back(descriptor, offset, len(data))
+            write_back.wrote(offset, len(data))
         except OSError as error:
             raise _explained(error, path, len(data)) from error
 

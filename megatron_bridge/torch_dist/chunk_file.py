@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from megatron_bridge.page_cache import begin_write_back, write_all
+from megatron_bridge.page_cache import WriteBack, write_all
 from megatron_bridge.source import Ranges
 
 # Megatron gives the files of a checkpoint this ending, and its tools look for it.
@@ -85,6 +85,7 @@ class ChunkFile:
             )
         self._file.truncate(position)
         self._file.seek(position)
+        self._write_back = WriteBack(self._file.fileno())
 
     def add(self, key: str, offsets: Sequence[int], tensor: Tensor) -> ChunkRecord:
         """Append the chunk of tensor ``key`` that begins at ``offsets``.
@@ -108,8 +109,9 @@ class ChunkFile:
             self._file.truncate(before)
             self._file.seek(before)
             raise
-        length = self._file.tell() - start
-        begin_write_back(self._file.fileno(), start, length)
+        end = self._file.tell()
+        self._write_back.wrote(before, end - before)
+        length = end - start
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
         return ChunkRecord(key, tuple(offsets), shape, dtype, self.path.name, start, length)
