@@ -198,13 +198,37 @@ class RolloutClient:
                 raise RolloutTimeout(f"{self.url} was not healthy within {timeout:.0f} s.")
             time.sleep(0.1)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def join_weight_group(self, invitation: dict[str, Any], timeout: float) -> None:
+        """Have the server's ranks join a trainer's group; rank 0 must be there already.
+
+        RolloutTimeout after `timeout` seconds: the server then waits on, and needs a restart.
+        """
+        self._call("POST", "/init_weights_update_group", invitation, timeout)
+
+    def update_from_group(self, group: str, bucket: dict[str, Any], timeout: float) -> None:
+        """Load one bucket that rank 0 broadcasts: whole tensors by `names`, `dtypes`, `shapes`."""
+        body = {key: bucket[key] for key in ("names", "dtypes", "shapes")}
+        body |= {"group_name": group, "load_format": "flattened_bucket", "flush_cache": True}
+        self._call("POST", "/update_weights_from_distributed", body, timeout)
+
+    def leave_weight_group(self, group: str, timeout: float) -> None:
+        """Undo `join_weight_group`."""
+        self._call("POST", "/destroy_weights_update_group", {"group_name": group}, timeout)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """One call; returns the parsed JSON, or the text where the answer is not JSON."""
+        timeout = timeout or self.timeout
         try:
-            answer = self._session.request(method, self.url + path, json=body, timeout=self.timeout)
+            answer = self._session.request(method, self.url + path, json=body, timeout=timeout)
         except requests.Timeout as error:
             raise RolloutTimeout(
-                f"{self.url}{path} did not answer within {self.timeout:.0f} s."
+                f"{self.url}{path} did not answer within {timeout:.0f} s."
             ) from error
         except requests.RequestException as error:
             raise RolloutError(f"{self.url}{path}: connection lost: {error}") from error
