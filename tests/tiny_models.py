@@ -6,49 +6,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB, EOS = 101, 1
 # A server pads the width of these.
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "mixtral": (
-        MixtralConfig,
-        MixtralForCausalLM,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2_moe": (
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
-        {**_EXPERTS, "shared_expert_intermediate_size": 72, "norm_topk_prob": False},
-    ),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 20}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {**_EXPERTS, "head_dim": 20, "norm_topk_prob": True},
-    ),
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
+_NO_PADDING = {"pad_token_id": None}
+# By transformers' model_type; a server runs each.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_group": 1},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 28, "n_group": 2},
+    "gemma3_text": {"head_dim": 20, "sliding_window": 64},
+    "glm4": {"head_dim": 20, "attention_bias": True, **_NO_PADDING},
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo2": _NO_PADDING,
+    "phi3": _NO_PADDING,
+    "qwen2": {},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 72,
+        "norm_topk_prob": False,
+    },
+    "qwen3": {"head_dim": 20},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 6, "head_dim": 20, "norm_topk_prob": True},
+}
+
+
+def families() -> list[str]:
+    """Every family of `make_model`."""
+    return list(_FAMILIES)
 
 
 def make_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
@@ -56,7 +57,6 @@ def make_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes:
 
     The vocabulary (101) and the intermediate size (80) are ones that a server pads.
     """
-    config_class, model_class, extra = _FAMILIES[family]
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -69,15 +69,14 @@ def make_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes:
         "eos_token_id": EOS,
         "bos_token_id": 0,
     }
-    config = config_class(**{**sizes, **extra, **changes})
+    config = AutoConfig.for_model(family, **{**sizes, **_FAMILIES[family], **changes})
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    model = model_class(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                noise = torch.randn(parameter.shape, generator=generator) * 0.1
-                parameter.add_(noise)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)
     return folder
 
