@@ -11,6 +11,7 @@ from hybridflow.rollout import RolloutError, ServerConfig, start_server
 from hybridflow.rollout.errors import LoadFailed
 from hybridflow.rollout.server_side.loader_standby import read_into
 from hybridflow.rollout.server_side.sync_files import LOADER, LoadFault
+from tests.rollout import direct_cases as direct
 from tests.rollout import loader_cases as cases
 
 
@@ -87,3 +88,33 @@ def test_no_sync_folder_no_shards(shards: cases.Shards, tmp_path: Path):
         assert "without a sync folder" in server.log_tail()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("layout", direct.LAYOUTS, ids=str)
+@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+def test_a_trainers_shards_are_as_good_as_disk(shards: cases.Shards, layout, mode: str):
+    direct.check_publications(shards, layout, mode)
+
+
+def test_a_wrong_byte_in_a_slot(shards: cases.Shards):
+    direct.check_a_wrong_byte_in_a_slot(shards)
+
+
+def test_a_server_that_holds_something_else(shards: cases.Shards):
+    direct.check_a_server_that_holds_something_else(shards)
+
+
+def test_a_sender_that_comes_late(shards: cases.Shards):
+    direct.check_a_late_sender(shards, 3.0)
+
+
+def test_a_sender_that_never_comes(shards: cases.Shards):
+    direct.check_a_sender_that_never_comes(shards)
+
+
+def test_a_wrong_byte_in_a_bucket(shards: cases.Shards):
+    direct.check_a_wrong_byte_in_a_bucket(shards)
+
+
+def test_tensors_that_do_not_fit(shards: cases.Shards):
+    direct.check_tensors_that_do_not_fit(shards)

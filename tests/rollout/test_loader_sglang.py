@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rollout import direct_cases as direct
 from tests.rollout import loader_cases as cases
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -43,3 +44,29 @@ def test_swapped_ranks_do_not_match(shards: cases.Shards):
     assert shards.client.checksum() != shards.digest()
     shards.client.load_through(shards.folder, shards.controls())
     assert shards.client.checksum() == shards.digest()
+
+
+@pytest.mark.parametrize("layout", direct.LAYOUTS, ids=str)
+@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+def test_a_trainers_shards_are_as_good_as_disk(shards: cases.Shards, layout, mode: str):
+    direct.check_publications(shards, layout, mode)
+
+
+def test_a_wrong_byte_in_a_slot(shards: cases.Shards):
+    direct.check_a_wrong_byte_in_a_slot(shards)
+
+
+def test_a_server_that_holds_something_else(shards: cases.Shards):
+    direct.check_a_server_that_holds_something_else(shards)
+
+
+def test_a_sender_that_comes_late(shards: cases.Shards):
+    direct.check_a_late_sender(shards, 3.0)
+
+
+def test_a_sender_that_never_comes(shards: cases.Shards):
+    direct.check_a_sender_that_never_comes(shards)
+
+
+def test_a_wrong_byte_in_a_bucket(shards: cases.Shards):
+    direct.check_a_wrong_byte_in_a_bucket(shards)

@@ -31,6 +31,10 @@ else:  # inside SGLang, this folder is on the path and the project is not
     from sync_files import LoadFault, sync_folder
 
 
+_HASHED = 32 << 20
+"""Bytes that are made contiguous at once to be hashed."""
+
+
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """SGLang's entry: one tensor, "control", whose bytes are the request's JSON."""
     try:
@@ -77,6 +81,25 @@ def _digest(job: Job) -> None:
     job.status["digests"] = job.timed("digest", hashed)
 
 
+def _boxes(job: Job) -> None:
+    """SHA-256 over the elements of each list of boxes of live parameters, in their order."""
+    targets = job.targets()
+
+    def hashed(boxes: list) -> str:
+        digest = hashlib.sha256()
+        for index, box in boxes:
+            part = targets[index][tuple(slice(start, stop) for start, stop in box)]
+            rows = max(1, _HASHED // max(part[0].numel() * part.itemsize, 1))
+            for at in range(0, len(part), rows):
+                flat = part[at : at + rows].cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(flat.numpy().data)
+        return digest.hexdigest()
+
+    groups = job.control["boxes"]
+    found = job.timed("digest", lambda: {name: hashed(boxes) for name, boxes in groups.items()})
+    job.status["digests"] = found
+
+
 def _names(job: Job) -> None:
     """Name, dtype and shape of each live parameter."""
     job.status["parameters"] = [
@@ -88,6 +111,7 @@ def _names(job: Job) -> None:
 _OPERATIONS: dict[str, Callable[[Job], None]] = {
     "standby": standby,
     "bucketed": bucketed,
+    "boxes": _boxes,
     "digest": _digest,
     "names": _names,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from math import prod
 from typing import Any
 
@@ -11,12 +10,16 @@ from torch import Tensor
 
 if __package__:
     from hybridflow.rollout.server_side.loader_job import Job
+    from hybridflow.rollout.server_side.shared_memory_channel import (
+        SharedMemoryChannel,
+        open_channel,
+    )
     from hybridflow.rollout.server_side.sync_files import LoadFault, refuse
 else:  # inside SGLang, this folder is on the path and the project is not
     from loader_job import Job
+    from shared_memory_channel import SharedMemoryChannel, open_channel
     from sync_files import LoadFault, refuse
 
-_CHANNELS = {"shared_memory": "shared_memory_channel", "pair": "pair_channel"}
 _TRAILER = 32
 
 
@@ -31,24 +34,14 @@ def bucketed(job: Job) -> None:
         for fault in _bucket_faults(targets, bucket)
     ]
     refuse("the request's buckets do not fit the server's parameters", faults)
-    channels: list[Any] = []
+    channels: list[SharedMemoryChannel] = []
     try:
         for stream in streams:
-            channels.append(_open_channel(job, stream))
+            channels.append(open_channel(stream, job.folder, job.control["deadline"]))
         job.timed("stream", lambda: _drain(job, streams, channels, targets))
     finally:
         for channel in channels:
             channel.close()
-
-
-def _open_channel(job: Job, stream: dict[str, Any]) -> Any:
-    """An object with receive(number, bytes) -> uint8 tensor, release(number) and close()."""
-    module = _CHANNELS.get(stream["channel"])
-    if module is None:
-        raise LoadFault(f"unknown channel {stream['channel']!r}; known: {', '.join(_CHANNELS)}.")
-    package = f"{__package__}." if __package__ else ""
-    opened = importlib.import_module(package + module)
-    return opened.open_channel(stream, job.folder, job.control["deadline"])
 
 
 def _bucket_faults(targets: list[Tensor], bucket: dict[str, Any]) -> list[str]:
@@ -68,7 +61,10 @@ def _bucket_faults(targets: list[Tensor], bucket: dict[str, Any]) -> list[str]:
 
 
 def _drain(
-    job: Job, streams: list[dict[str, Any]], channels: list[Any], targets: list[Tensor]
+    job: Job,
+    streams: list[dict[str, Any]],
+    channels: list[SharedMemoryChannel],
+    targets: list[Tensor],
 ) -> None:
     """Bucket n of every stream before bucket n + 1 of any: all senders stay busy."""
     for number in range(max((len(stream["buckets"]) for stream in streams), default=0)):

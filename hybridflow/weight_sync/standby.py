@@ -1,0 +1,142 @@
+"""Standby: a whole version waits beside the server, which copies it in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.weight_sync.checksum import engine_digest, rank_digest
+from hybridflow.weight_sync.inbox import WeightMismatch
+from hybridflow.weight_sync.receiver import LoaderClient, Proofs, Receiver, some
+from hybridflow.weight_sync.slots import Slot, create_slot, slot_digests
+from hybridflow.weight_sync.streams import copies_digest
+
+
+class StandbyReceiver(Receiver):
+    """Every engine rank has two slots of a whole shard each, in shared memory.
+
+    One takes the next version while the server generates, is proven, and is then copied into the
+    paused server. The other still holds the version before: the way back, and what a server that
+    was started anew gets.
+    """
+
+    mode = "standby"
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._pairs: list[list[Slot]] = [[] for _ in self._layouts]
+        self._held: list[int | None] = [None, None]
+        self._digests: list[list[dict[str, str]] | None] = [None, None]
+        self._served: int | None = None
+
+    def _places(self, version: int) -> dict[str, Any]:
+        """The slots that do not hold the served version; made when first needed, both at once."""
+        for rank, (pair, layout) in enumerate(zip(self._pairs, self._layouts, strict=True)):
+            while len(pair) < 2:
+                name = f"engine{self._engine}-rank{rank}-{'ab'[len(pair)]}.slot"
+                pair.append(create_slot(self._folder / name, layout))
+        serving = self._held.index(self._served) if self._served in self._held else 1
+        number = 1 - serving
+        self._held[number], self._digests[number] = version, None
+        return {"slots": tuple(str(pair[number].path) for pair in self._pairs)}
+
+    def receive(self, version: int) -> None:
+        """Write what other hosts send into the slots.
+
+        Raises:
+            Exception: of a stream that broke; names it.
+        """
+        if self._remote:
+            with self._incoming(version) as incoming:
+                incoming.into_slots(self._plan, self._slots(version))
+
+    def prove(self, version: int, proofs: Proofs) -> None:
+        """Compare the slots with what each trainer rank hashed as it sent.
+
+        Raises:
+            WeightMismatch: names each pair of ranks that differ, with the sender's fault if any.
+        """
+        slots, found = self._slots(version), []
+        for slot, sources in zip(slots, self._receives, strict=True):
+            tensors = [slot.tensor(index) for index in range(len(slot.layout.places))]
+            found.append(
+                {
+                    source: copies_digest(self._plan, copies, tensors)
+                    for source, copies in sources.items()
+                }
+            )
+        self._compare(found, proofs, "the slot")
+        self._digests[self._number(version)] = [slot_digests(slot) for slot in slots]
+        self.bytes = self._plan.bytes_before[-1]
+
+    def load(self, client: LoaderClient, version: int) -> None:
+        """Have the loader inside the paused server copy the slots, which were proven."""
+        assert self._digests[self._number(version)] is not None, "prove comes first"
+        controls = [
+            {
+                "operation": "standby",
+                "slot": slot.path.name,
+                "bytes": slot.layout.bytes,
+                "parameters": slot.layout.entries(),
+            }
+            for slot in self._slots(version)
+        ]
+        client.load_through(self._folder, controls)
+
+    def check(self, client: LoaderClient, version: int, proofs: Proofs = ()) -> str:
+        """The digest of the server's live parameters, after comparing it with the slots'.
+
+        Raises:
+            WeightMismatch: names the parameters that differ.
+        """
+        want = self._digests[self._number(version)]
+        assert want is not None, "prove comes first"
+        expected = engine_digest(map(rank_digest, want))
+        if self._device != "cpu" or client.checksum() != expected:
+            self._name_differences(client, version, want)
+        self._served = version
+        return expected
+
+    def _name_differences(
+        self, client: LoaderClient, version: int, want: list[dict[str, str]]
+    ) -> None:
+        live = self._ask_all(client, {"operation": "digest"})
+        wrong = [
+            f"rank {rank}'s {name}"
+            for rank, (have, told) in enumerate(zip(live, want, strict=True))
+            for name in told
+            if have.get(name) != told[name]
+        ]
+        if self._device == "cpu" and not wrong:
+            wrong = ["its own checksum, though its parameters are as they should be"]
+        if wrong:
+            raise WeightMismatch(
+                f"{client.url} holds other weights than version {version} in its slots: "
+                f"{some(wrong)}."
+            )
+
+    def restore(self, client: LoaderClient, version: int) -> None:
+        """Copy ``version`` from its slots again, into a server in doubt or started anew.
+
+        Raises:
+            ValueError: they do not hold it, or it was never proven there.
+        """
+        if version not in self._held or self._digests[self._number(version)] is None:
+            raise ValueError(
+                f"engine {self._engine} holds no proven version {version} beside its server."
+            )
+        self.load(client, version)
+        self.check(client, version)
+
+    def close(self) -> None:
+        """Remove this engine's files."""
+        for pair in self._pairs:
+            for slot in pair:
+                slot.close()
+        super().close()
+
+    def _number(self, version: int) -> int:
+        assert version in self._held, f"version {version} was not opened"
+        return self._held.index(version)
+
+    def _slots(self, version: int) -> list[Slot]:
+        return [pair[self._number(version)] for pair in self._pairs]
