@@ -1,5 +1,6 @@
 """The reshard plan against counting, element by element."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,19 +31,22 @@ def resolved(kind: str, **fields: Any) -> dict[str, Any]:
 @st.composite
 def trainers(draw: Any, config: dict[str, Any]) -> ParallelLayout:
     """A layout that fits."""
-    size = st.sampled_from((1, 2, 4))
-    pp = draw(st.sampled_from((1, 2)))
+    # What is tried first is what asks most.
+    size = st.sampled_from((2, 4, 1))
+    pp = draw(st.sampled_from((2, 1)))
     even = ParallelLayout(
         tp=draw(size),
         pp=pp,
-        dp=draw(st.sampled_from((1, 2))),
+        dp=draw(st.sampled_from((2, 1))),
         ep=draw(size),
-        etp=draw(st.sampled_from((None, 1, 2))),
+        etp=draw(st.sampled_from((1, None, 2))),
         vpp=draw(st.sampled_from((1, 2))) if pp > 1 else 1,
-        first_stage_layers=draw(st.sampled_from((None, 1))) if pp > 1 else None,
+        first_stage_layers=draw(st.sampled_from((1, None))) if pp > 1 else None,
     )
+    dense = replace(even, ep=1, etp=None)
     plain = ParallelLayout(tp=even.tp, pp=pp, dp=even.dp)
-    return next(one for one in (even, plain, ParallelLayout()) if not one.problems(config))
+    tries = (even, dense, plain, replace(plain, tp=2), replace(plain, pp=1), ParallelLayout())
+    return next(one for one in tries if not one.problems(config))
 
 
 def check(made: ReshardPlan, counting: Counting) -> None:
@@ -84,10 +88,10 @@ def check_inverse(made: ReshardPlan, counting: Counting) -> None:
             assert torch.equal(count[rank][index], (tensor > 0).long())
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.data())
-def test_any_layout_to_any_boxes(data):
-    kind = data.draw(st.sampled_from(FAMILIES))
+@pytest.mark.parametrize("kind", FAMILIES)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_any_layout_to_any_boxes(kind, data):
     config = resolved(kind, tie_word_embeddings=data.draw(st.booleans()), num_hidden_layers=3)
     layout = data.draw(trainers(config))
     shapes = mappings.huggingface_shapes(config)
