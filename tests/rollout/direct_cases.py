@@ -13,8 +13,10 @@ import torch
 
 from hybridflow.rollout.errors import LoadFailed
 from hybridflow.weight_sync.bucketed import BucketedReceiver
+from hybridflow.weight_sync.direct import connect_to
 from hybridflow.weight_sync.endpoint import Endpoint, Link, Sent
 from hybridflow.weight_sync.inbox import WeightMismatch
+from hybridflow.weight_sync.pairs import Listener
 from hybridflow.weight_sync.receiver import Receiver
 from hybridflow.weight_sync.sender import Sender
 from hybridflow.weight_sync.standby import StandbyReceiver
@@ -30,15 +32,26 @@ class Publishing:
     """A trainer of one checkpoint at a layout, and the receiver of a server's engine."""
 
     def __init__(
-        self, shards: Shards, source: Path, layout: ParallelLayout, mode: str, **settings: Any
+        self,
+        shards: Shards,
+        source: Path,
+        layout: ParallelLayout,
+        mode: str,
+        *,
+        elsewhere: tuple[int, ...] = (),
+        **settings: Any,
     ) -> None:
-        routes = routed(planned(source, layout, len(shards.slots)))
+        """``elsewhere``: trainer ranks that reach the engine through a process group alone."""
+        routes = routed(planned(source, layout, len(shards.slots)), elsewhere=elsewhere)
         self.client = shards.client
         self.tensors = trainer_tensors(source, layout)
         self.senders = [
-            Sender(routes, rank, lambda held=held: held) for rank, held in enumerate(self.tensors)
+            Sender(routes, rank, lambda held=held: held, connect_to)
+            for rank, held in enumerate(self.tensors)
         ]
         named = {"bucket": 10_000, "seconds": 60.0, **settings}
+        if elsewhere:
+            named["listener"] = Listener()
         self.receiver: Receiver = RECEIVERS[mode](routes, 0, shards.folder, **named)
         self.standby = mode == "standby"
 
@@ -52,8 +65,10 @@ class Publishing:
         receiver: Any = self.receiver
         endpoint = receiver.open(version)
         if self.standby:
-            proofs = self.send(endpoint, version)
-            receiver.receive(version)
+            with ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(receiver.receive, version)
+                proofs = self.send(endpoint, version)
+                receiving.result()
             receiver.prove(version, proofs)
             self.client.pause("retract")
             receiver.load(self.client, version)
@@ -80,14 +95,16 @@ class Publishing:
         self.receiver.close()
 
 
-def check_publications(shards: Shards, layout: ParallelLayout, mode: str) -> None:
+def check_publications(
+    shards: Shards, layout: ParallelLayout, mode: str, elsewhere: tuple[int, ...] = ()
+) -> None:
     """Published is bit for bit loaded from disk; so is a second one; the third changes nothing."""
     client = shards.client
     client.update_from_disk(shards.other)
     want, digest = shards.answers(), client.checksum()
     client.update_from_disk(shards.model)
     first = client.checksum()
-    trainer = Publishing(shards, shards.other, layout, mode)
+    trainer = Publishing(shards, shards.other, layout, mode, elsewhere=elsewhere)
     back = trainer_tensors(shards.model, layout)
     try:
         assert trainer.publish(1) == digest == client.checksum()

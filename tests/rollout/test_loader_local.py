@@ -96,6 +96,11 @@ def test_a_trainers_shards_are_as_good_as_disk(shards: cases.Shards, layout, mod
     direct.check_publications(shards, layout, mode)
 
 
+@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+def test_shards_of_another_host(shards: cases.Shards, mode: str):
+    direct.check_publications(shards, direct.LAYOUTS[0], mode, elsewhere=(1, 2, 5))
+
+
 def test_a_wrong_byte_in_a_slot(shards: cases.Shards):
     direct.check_a_wrong_byte_in_a_slot(shards)
 

@@ -20,18 +20,22 @@ def test_a_slot_is_as_good_as_disk(shards: cases.Shards):
     cases.check_a_load(shards)
 
 
+@pytest.mark.slow
 def test_digests_and_names(shards: cases.Shards):
     cases.check_digests_and_names(shards)
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_fit(shards: cases.Shards):
     cases.check_requests_that_do_not_fit(shards)
 
 
+@pytest.mark.slow
 def test_files_that_are_no_slots(shards: cases.Shards):
     cases.check_hostile_files(shards)
 
 
+@pytest.mark.slow
 def test_a_session_left_open(shards: cases.Shards):
     cases.check_an_open_session(shards)
 
@@ -46,27 +50,45 @@ def test_swapped_ranks_do_not_match(shards: cases.Shards):
     assert shards.client.checksum() == shards.digest()
 
 
-@pytest.mark.parametrize("layout", direct.LAYOUTS, ids=str)
-@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("standby", direct.LAYOUTS[0]),
+        ("bucketed", direct.LAYOUTS[1]),
+        pytest.param("standby", direct.LAYOUTS[1], marks=pytest.mark.slow),
+        pytest.param("bucketed", direct.LAYOUTS[0], marks=pytest.mark.slow),
+    ],
+)
 def test_a_trainers_shards_are_as_good_as_disk(shards: cases.Shards, layout, mode: str):
     direct.check_publications(shards, layout, mode)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+def test_shards_of_another_host(shards: cases.Shards, mode: str):
+    direct.check_publications(shards, direct.LAYOUTS[0], mode, elsewhere=(1, 2, 5))
+
+
+@pytest.mark.slow
 def test_a_wrong_byte_in_a_slot(shards: cases.Shards):
     direct.check_a_wrong_byte_in_a_slot(shards)
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_something_else(shards: cases.Shards):
     direct.check_a_server_that_holds_something_else(shards)
 
 
+@pytest.mark.slow
 def test_a_sender_that_comes_late(shards: cases.Shards):
-    direct.check_a_late_sender(shards, 3.0)
+    direct.check_a_late_sender(shards, 10.0)
 
 
+@pytest.mark.slow
 def test_a_sender_that_never_comes(shards: cases.Shards):
     direct.check_a_sender_that_never_comes(shards)
 
 
+@pytest.mark.slow
 def test_a_wrong_byte_in_a_bucket(shards: cases.Shards):
     direct.check_a_wrong_byte_in_a_bucket(shards)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def planned(folder: Path, layout: ParallelLayout, tp: int, dtype: str = "float32
     return reshard.plan(config, layout, targets, dtype=dtype)
 
 
-def routed(plan: ReshardPlan, engines: int = 1) -> Routes:
-    """All on one host."""
-    trainer = [HERE] * plan.layout.world
+def routed(plan: ReshardPlan, engines: int = 1, elsewhere: Sequence[int] = ()) -> Routes:
+    """All on one host, but for the trainer ranks ``elsewhere``."""
+    ranks = range(plan.layout.world)
+    trainer = [Seat("elsewhere", None) if rank in elsewhere else HERE for rank in ranks]
     return reshard.route(plan, trainer, [[HERE] * plan.ranks for _ in range(engines)])
