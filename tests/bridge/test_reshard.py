@@ -150,6 +150,15 @@ def test_a_copy_moves_in_the_parameters_dtype():
     assert torch.equal(half, source.bfloat16())
 
 
+def test_copies_are_in_the_order_of_their_places():
+    """Whatever the order of fills: senders and receivers digest the same sequence."""
+    name = "model.norm.weight"
+    fills = (Fill(name, ((0, 5),), ((7, 12),)), Fill(name, ((5, 12),), ((0, 7),)))
+    parameters = [TargetParameter("norm", (12,), fills)]
+    made = plan(resolved("Qwen3ForCausalLM"), ParallelLayout(), [parameters])
+    assert [copy.target for copy in made.copies] == [((0, 7),), ((7, 12),)]
+
+
 def test_received_bytes_are_put_as_they_are():
     """What travelled flat fills a box of any shape."""
     values, parameter = torch.arange(6), torch.zeros((2, 3, 4), dtype=torch.int64)
