@@ -22,19 +22,31 @@ _LATENT = {
     "n_shared_experts": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 _NO_PADDING = {"pad_token_id": None}
+# A server on the CPU loads no stacked gate and up that it would have to pad.
+_STACKED = {**_NO_PADDING, "intermediate_size": 128}
 # By transformers' model_type; a server runs each.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_group": 1},
     "deepseek_v3": {**_LATENT, "q_lora_rank": 28, "n_group": 2},
     "gemma3_text": {"head_dim": 20, "sliding_window": 64},
-    "glm4": {"head_dim": 20, "attention_bias": True, **_NO_PADDING},
+    "glm4": {"head_dim": 20, "attention_bias": True, **_STACKED},
     "llama": {},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
     "olmo2": _NO_PADDING,
-    "phi3": _NO_PADDING,
+    "phi3": _STACKED,
     "qwen2": {},
     "qwen2_moe": {
         **_EXPERTS,

@@ -45,12 +45,12 @@ _CHANGES: dict[str, dict] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
-    "Glm4ForCausalLM": {"head_dim": 20, "attention_bias": True},
+    "Glm4ForCausalLM": {"head_dim": 20, "attention_bias": True, "intermediate_size": 128},
     "LlamaForCausalLM": {"tie_word_embeddings": True},
     "MistralForCausalLM": {"head_dim": 20},
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "Olmo2ForCausalLM": {},
-    "Phi3ForCausalLM": {},
+    "Phi3ForCausalLM": {"intermediate_size": 128},
     "Qwen2ForCausalLM": {},
     "Qwen2MoeForCausalLM": {
         **_EXPERTS,
@@ -206,6 +206,12 @@ def test_latent_attention_by_hand():
             {"tp": 4},
             {"moe_intermediate_size": 42},
             "tp / ep must divide an expert's width of 42",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"tp": 4},
+            {"intermediate_size": 64},
+            "must be a multiple of 32 tp = 128 on the CPU",
         ),
         ("Qwen3ForCausalLM", {"device": "gpu"}, {}, "device 'gpu' is none of a server's"),
         (

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridflow.recipe.names import advice
-from hybridflow.weight_sync.layout.rules import VOCABULARY_MULTIPLE, Rule
+from hybridflow.weight_sync.layout.rules import VOCABULARY_MULTIPLE, Rule, gate_up
 from hybridflow.weight_sync.layout.server import (
     DEVICES,
     Server,
@@ -71,7 +71,7 @@ def check(config: Mapping[str, Any], *, tp: int = 1, ep: int = 1, device: str = 
         raise ValueError(f"device {device!r} is none of a server's; {advice(device, DEVICES)}")
     model = _model(config)
     server = Server(model.config, model.shapes, tp, ep, 0, device)
-    found = [*_homeless(model), *_problems(server)]
+    found = [*_homeless(model), *_unloadable(model, server), *_problems(server)]
     if found:
         raise ValueError(f"no server holds this model with tp={tp}, ep={ep}: {'; '.join(found)}.")
 
@@ -96,6 +96,19 @@ def _problems(server: Server) -> Iterator[str]:
         yield f"ep must divide the model's {experts} experts"
     elif experts and expert_width(server.config) % server.expert_tp:
         yield f"tp / ep must divide an expert's width of {expert_width(server.config)}"
+
+
+def _unloadable(model: _Model, server: Server) -> Iterator[str]:
+    """SGLang cuts a gate and up that a checkpoint stacks before it pads them, and fails."""
+    for rule, layer in model.rules:
+        if rule.manner is gate_up and len(rule.parts) == 1:
+            width = model.shapes[rule.parts[0].format(layer=layer)][0] // 2
+            if server.padded(width) != width:
+                yield (
+                    f"the intermediate size {width}, whose halves the checkpoint stacks, must be a "
+                    f"multiple of 32 tp = {32 * server.tp} on the CPU"
+                )
+            return
 
 
 def _homeless(model: _Model) -> Iterator[str]:
