@@ -80,7 +80,8 @@ def test_on_ray_a_server_killed_while_it_answers(recipe_file, tmp_path) -> None:
         return [event for event in read_events(folder) if event["kind"] == kind]
 
     for turn in range(1, 3):
-        server = run.processes("hybridflow.rollout.local", "-m")[0]
+        found = run.processes("hybridflow.rollout.local")
+        server = next(p for p in found if "supervise" not in " ".join(p.cmdline()))
         server.send_signal(signal.SIGSTOP)
         before = settled(folder)  # the run waits for the server: it dies with a request in hand
         server.kill()
