@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.weight_sync.pairs import Endpoint, Listener, PairError, connect
 
@@ -115,3 +117,26 @@ def receive_and_die(pipe: Connection, stream: str, phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     channel.fail("its slot is full")
     pipe.recv()
+
+
+def serve_rank(pipe: Connection, invitation: dict, rank: int, nbytes: int) -> None:
+    """One rank of a server, joined as SGLang joins: `torch.distributed`'s own helper."""
+    torch.set_num_threads(1)
+    address = f"tcp://{invitation['master_address']}:{invitation['master_port']}"
+    world, name = invitation["world_size"], invitation["group_name"]
+    wait = datetime.timedelta(seconds=LONG)
+    store, rank, world = next(c10d.rendezvous(address, rank, world, timeout=wait))
+    store.set_timeout(wait)
+    group, _ = c10d._new_process_group_helper(
+        world,
+        rank,
+        [],
+        c10d.Backend(invitation["backend"]),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=wait,
+    )
+    c10d._world.pg_group_ranks[group] = {place: place for place in range(world)}
+    got = torch.zeros(nbytes, dtype=torch.uint8)
+    c10d.broadcast(got, src=0, group=group)
+    pipe.send(got.tolist())

@@ -25,6 +25,7 @@ class PairChannel:
 
     Attributes:
         stream: the name that both sides gave it.
+        own_host: this side's address, as the peer reaches it.
         bytes_sent, bytes_received: payload, without headers.
     """
 
@@ -40,6 +41,7 @@ class PairChannel:
     ) -> None:
         self.stream, self.timeout, self.bucket = stream, timeout, bucket
         self.bytes_sent = self.bytes_received = 0
+        self.own_host = link.own_host
         self._link = link
         self._under_way: tuple[int, Any] | None = None
         self._unreleased: set[int] = set()
@@ -123,6 +125,10 @@ class PairChannel:
         self._link.fail(reason)
         self.close()
 
+    def last_words(self) -> str | None:
+        """Why the peer gave up, where it said so and this side has not read it."""
+        return None if self._group is None or self._reader else self._link.last_words()
+
     def close(self) -> None:
         """End the channel; safe to call again. A peer that waits sees an error at once."""
         self._link.close()
@@ -149,7 +155,7 @@ class PairChannel:
             yield
         except (RuntimeError, OSError) as error:
             late = isinstance(error, PairTimeout) or (until is not None and until.over())
-            words = None if late or self._reader else self._link.last_words()
+            words = None if late else self.last_words()
             self.close()
             kind = PairTimeout if late else PairError
             within = f" within {self.timeout:.0f} s" if late else ""
