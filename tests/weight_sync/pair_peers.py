@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import multiprocessing
 import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from hybridflow.weight_sync.direct import connect_to
 from hybridflow.weight_sync.pairs import Endpoint, Listener, PairError, connect
+from hybridflow.weight_sync.sender import Sender
+from tests.weight_sync.shards import planned, routed, trainer_tensors
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -140,3 +145,36 @@ def serve_rank(pipe: Connection, invitation: dict, rank: int, nbytes: int) -> No
     got = torch.zeros(nbytes, dtype=torch.uint8)
     c10d.broadcast(got, src=0, group=group)
     pipe.send(got.tolist())
+
+
+def send_shards(
+    pipe: Connection,
+    folder: str,
+    layout: Any,
+    tp: int,
+    ranks: tuple[int, ...],
+    endpoint: Any,
+    dies_at: int | None,
+) -> None:
+    """Be the trainer ranks `ranks` on another host; report what each sent to the engine.
+
+    At its `dies_at`th read of a copy the process is killed.
+    """
+    torch.set_num_threads(1)
+    plan = planned(Path(folder), layout, tp)
+    routes = routed(plan, elsewhere=range(layout.world))
+    tensors = trainer_tensors(Path(folder), layout)
+    reads = itertools.count()
+
+    class Dying(dict[int, torch.Tensor]):
+        def __getitem__(self, weight: int) -> torch.Tensor:
+            if next(reads) == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(weight)
+
+    proofs = {}
+    for rank in ranks:
+        sender = Sender(routes, rank, lambda rank=rank: Dying(tensors[rank]), connect_to)
+        proofs[rank] = sender.send({0: endpoint}, endpoint.version)
+        sender.close()
+    pipe.send(proofs)
