@@ -22,6 +22,7 @@ _LATENT = {
     "n_shared_experts": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -38,8 +39,20 @@ _NO_PADDING = {"pad_token_id": None}
 _STACKED = {**_NO_PADDING, "intermediate_size": 128}
 # By transformers' model_type; a server runs each.
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_group": 1},
-    "deepseek_v3": {**_LATENT, "q_lora_rank": 28, "n_group": 2},
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 28,
+        "n_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
     "gemma3_text": {"head_dim": 20, "sliding_window": 64},
     "glm4": {"head_dim": 20, "attention_bias": True, **_STACKED},
     "llama": {},
