@@ -6,8 +6,10 @@ this project: what the file holds is told there, and a test moves buckets from o
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from torch import Tensor
 from hybridflow.weight_sync.slots import open_reserved, reserve_file
 
 HEADER = 4096
-SENT, RELEASED, SENDER_STOPPED, RECEIVER_STOPPED = 0, 64, 128, 192
+SENT, RELEASED = 0, 64
+SENDER_STARTED, SENDER_STOPPED = 128, 192
+RECEIVER_STARTED, RECEIVER_STOPPED = 256, 320
 _FIRST_SLEEP, _LONGEST_SLEEP = 5e-5, 2e-3
 
 
@@ -28,6 +32,15 @@ class StreamBroken(RuntimeError):
 def create_areas(path: Path, area: int) -> None:
     """Reserve a file of two areas of `area` bytes; ValueError when it exists or has no room."""
     reserve_file(path, HEADER + 2 * area, "a stream's two buckets")
+
+
+def stop_areas(path: Path) -> None:
+    """Tell a sender that still waits that nobody takes its buckets any more."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, (1).to_bytes(8, "little"), RECEIVER_STOPPED)
+    finally:
+        os.close(descriptor)
 
 
 def reset_areas(path: Path, area: int) -> None:
@@ -48,6 +61,8 @@ class AreaSender:
     def __init__(self, path: Path, area: int, name: str, seconds: float) -> None:
         self._area, self._name, self._seconds = area, name, seconds
         self._descriptor = open_reserved(path, HEADER + 2 * area)
+        _lock(self._descriptor, SENDER_STARTED)
+        self._write(SENDER_STARTED, 1)
         mapped = mmap.mmap(self._descriptor, HEADER + 2 * area)
         self._map: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER)
 
@@ -68,22 +83,48 @@ class AreaSender:
 
     def commit(self, number: int) -> None:
         """Bucket `number` is whole in its area."""
-        os.pwrite(self._descriptor, (number + 1).to_bytes(8, "little"), SENT)
+        self._write(SENT, number + 1)
 
     def close(self) -> None:
         """Let the file go; the receiver learns that nothing more comes."""
-        os.pwrite(self._descriptor, (1).to_bytes(8, "little"), SENDER_STOPPED)
+        self._write(SENDER_STOPPED, 1)
         self._map = None
         os.close(self._descriptor)
 
     def _check(self, number: int, deadline: float) -> None:
         waited = f"bucket {number - 2} of stream {self._name}"
-        if self._number(RECEIVER_STOPPED):
-            raise StreamBroken(f"{waited} was not taken: the server's loader stopped.")
+        stopped = self._number(RECEIVER_STOPPED)
+        if stopped or self._receiver_died():
+            why = "stopped" if stopped else "died"
+            raise StreamBroken(f"{waited} was not taken: the server's loader {why}.")
         if time.monotonic() > deadline:
             raise StreamBroken(
                 f"{waited} was not taken within {self._seconds:g} s by the server's loader."
             )
 
+    def _receiver_died(self) -> bool:
+        """Whether it started and its lock is free."""
+        started = bool(self._number(RECEIVER_STARTED))
+        return started and not _is_locked(self._descriptor, RECEIVER_STARTED)
+
+    def _write(self, offset: int, number: int) -> None:
+        os.pwrite(self._descriptor, number.to_bytes(8, "little"), offset)
+
     def _number(self, offset: int) -> int:
         return int.from_bytes(os.pread(self._descriptor, 8, offset), "little")
+
+
+def _lock(descriptor: int, byte: int) -> None:
+    """Lock a byte for as long as the open file lives; no other process's doings touch that."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(byte))
+
+
+def _is_locked(descriptor: int, byte: int) -> bool:
+    """Whether another open file holds the byte's lock."""
+    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(byte))
+    return struct.unpack_from("h", found)[0] != fcntl.F_UNLCK
+
+
+def _flock(byte: int) -> bytes:
+    """The system's `struct flock` of a write lock on one byte."""
+    return struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

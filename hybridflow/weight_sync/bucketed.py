@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.weight_sync.areas import create_areas, reset_areas
+from hybridflow.weight_sync.areas import create_areas, reset_areas, stop_areas
 from hybridflow.weight_sync.checksum import engine_digest, rank_digest
 from hybridflow.weight_sync.endpoint import stream_name
 from hybridflow.weight_sync.receiver import LoaderClient, Proofs, Receiver
@@ -46,14 +46,22 @@ class BucketedReceiver(Receiver):
         Raises:
             Exception: of the loader, or of a stream from another host; names it.
         """
-        controls = self._controls(version)
-        if self._remote:
-            with self._incoming(version) as incoming:
-                incoming.into_areas(self._opened(version).areas)
-                client.load_through(self._folder, controls)
-        else:
-            client.load_through(self._folder, controls)
+        try:
+            self._take(client, version)
+        except Exception:
+            for path, _ in self._opened(version).areas.values():
+                stop_areas(Path(path))
+            raise
         self.bytes = self._plan.bytes_before[-1]
+
+    def _take(self, client: LoaderClient, version: int) -> None:
+        controls = self._controls(version)
+        if not self._remote:
+            client.load_through(self._folder, controls)
+            return
+        with self._incoming(version) as incoming:
+            incoming.into_areas(self._opened(version).areas)
+            client.load_through(self._folder, controls)
 
     def check(self, client: LoaderClient, version: int, proofs: Proofs) -> str:
         """The digest of the server's live parameters, after comparing what each trainer rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hybridflow.weight_sync.checksum import engine_digest, rank_digest
@@ -55,18 +57,19 @@ class StandbyReceiver(Receiver):
         Raises:
             WeightMismatch: names each pair of ranks that differ, with the sender's fault if any.
         """
-        slots, found = self._slots(version), []
-        for slot, sources in zip(slots, self._receives, strict=True):
-            tensors = [slot.tensor(index) for index in range(len(slot.layout.places))]
-            found.append(
-                {
-                    source: copies_digest(self._plan, copies, tensors)
-                    for source, copies in sources.items()
-                }
-            )
-        self._compare(found, proofs, "the slot")
-        self._digests[self._number(version)] = [slot_digests(slot) for slot in slots]
+        slots = self._slots(version)
+        with ThreadPoolExecutor(len(slots), "prove") as pool:  # hashing lets other threads run
+            found = list(pool.map(self._received, slots, self._receives))
+            self._compare(found, proofs, "the slot")
+            self._digests[self._number(version)] = list(pool.map(slot_digests, slots))
         self.bytes = self._plan.bytes_before[-1]
+
+    def _received(self, slot: Slot, sources: Mapping[int, Sequence[int]]) -> dict[int, str]:
+        """The digest of what each trainer rank sent, as it lies in a slot."""
+        tensors = [slot.tensor(index) for index in range(len(slot.layout.places))]
+        return {
+            source: copies_digest(self._plan, copies, tensors) for source, copies in sources.items()
+        }
 
     def load(self, client: LoaderClient, version: int) -> None:
         """Have the loader inside the paused server copy the slots, which were proven."""
