@@ -5,8 +5,17 @@
 # and with experts spread over two (`tests/rollout/test_layout_sglang.py`). Published weights are
 # proven by such digests.
 SERVED = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
     "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
