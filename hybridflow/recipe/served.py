@@ -3,7 +3,8 @@
 # Those whose parameters in a real SGLang `hybridflow.weight_sync.layout` was proven to know: a
 # server that loaded a checkpoint has the digest that the layout makes of it, on one rank, on two,
 # and with experts spread over two (`tests/rollout/test_layout_sglang.py`). Published weights are
-# proven by such digests.
+# proven by such digests. On a CPU SGLang loads DeepSeek and Qwen2-MoE, but cannot run them: there
+# the server ends at its first request.
 SERVED = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
