@@ -45,7 +45,8 @@ class Roster(Generic[AnyEngine]):
     """The engines by state. Threads may share it.
 
     Args:
-        withdraw: is told, with ``lock`` held, that a member serves no more.
+        withdraw: is told, with ``lock`` held, that a member serves no more; what it returns is
+            called once the event was told.
         repair, repair_seconds, on_event: see ``Fleet``.
 
     Attributes:
@@ -96,8 +97,10 @@ class Roster(Generic[AnyEngine]):
             member.state, member.fault, member.busy_until = EngineState.QUARANTINED, fault, 0.0
             notify = self._withdraw(member, fault)
         name = member.engine.name
-        self._tell(FleetEvent("quarantine", name, f"{name}: {fault.reason}", fault.log))
-        notify()
+        try:
+            self._tell(FleetEvent("quarantine", name, f"{name}: {fault.reason}", fault.log))
+        finally:  # whoever waits must hear of it, also where the event cannot be written
+            notify()
 
     def repair(self) -> None:
         """See ``Fleet.repair``."""

@@ -4,12 +4,14 @@ import json
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from hybridflow.rollout import RolloutClient, RolloutError, Sample, Sampling
+from hybridflow.rollout.samples import token_versions
 from hybridflow.weight_sync import (
     ServerDigest,
     WeightMismatch,
@@ -185,6 +187,28 @@ def test_a_response_names_every_version_that_made_it(rollout_server: Rollout):
     first, second = sample.spans
     assert (first.start, second.start, second.end) == (0, first.end, len(sample.tokens))
     assert second.version == str(version) == sample.weight_version
+    versions = token_versions(sample)
+    assert versions == [int(first.version)] * first.end + [version] * (second.end - second.start)
+    with pytest.raises(RolloutError, match="do not cover"):
+        token_versions(replace(sample, spans=(second,)))
+
+
+def test_an_answer_bears_the_id_of_its_request(rollout_server: Rollout):
+    client = rollout_server.client
+    plain, named = (client.generate(PROMPTS, 2, GREEDY, request_id=i) for i in (None, "step-7"))
+    assert [[s.tokens for s in group] for group in named] == [
+        [s.tokens for s in group] for group in plain
+    ]
+
+
+def test_a_part_of_a_request_draws_what_the_whole_draws(local_server: Rollout):
+    """SGLang heeds seeds in its deterministic mode alone."""
+    seeded = Sampling(max_tokens=12, seed=3)
+    whole = local_server.client.generate(PROMPTS, 2, seeded)
+    part = local_server.client.generate(PROMPTS[1:], 2, seeded, positions=[1, 2])
+    assert [[s.tokens for s in group] for group in part] == [
+        [s.tokens for s in group] for group in whole[1:]
+    ]
 
 
 def test_wrong_ids_never_reach_a_server(rollout_server: Rollout):
