@@ -9,30 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
-from hybridflow.batch import Batch, Ragged
+from hybridflow.batch import Batch
 from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
-from hybridflow.recipe.axes import Axis
 from hybridflow.rollout.background import in_background
 from hybridflow.rollout.client import RolloutError, RolloutTimeout
 from hybridflow.rollout.engines import EngineFault, EngineHealth
 from hybridflow.rollout.launch import ServerDied, start_server
-from hybridflow.rollout.protocol import Sample
+from hybridflow.rollout.samples import batch_of
 from hybridflow.weight_sync import PublishReport, publish
 from megatron_bridge.runtime import device
 
 if TYPE_CHECKING:
     from hybridflow.rollout.engines import GenerateRequest
     from hybridflow.rollout.launch import Server, ServerConfig
+    from hybridflow.rollout.protocol import Sample
 
-_AXES = {
-    "responses": Axis.TOKENS,
-    "rollout_logprobs": Axis.TOKENS,
-    "token_versions": Axis.TOKENS,
-    "finished": Axis.SAMPLES,
-    "versions": Axis.SAMPLES,
-}
 _HANG_SECONDS = 120.0
 _WATCHES = 6  # in the time after which a silent server counts as hanging
 
@@ -68,12 +59,9 @@ class RolloutWorker:
         """``request.samples`` responses to each prompt; G of the result is that number."""
         prompts = [row.tolist() for row in request.batch["prompts"].rows()]
         if not prompts:
-            return _batch([], 0, request.samples)
+            return batch_of([], request.samples)
         try:
-            groups = self._watched(request, prompts)
-            return _batch(
-                [sample for group in groups for sample in group], len(prompts), request.samples
-            )
+            return batch_of(self._watched(request, prompts), request.samples)
         except json.JSONDecodeError as error:
             return EngineFault(f"its answer is no JSON: {error}", self._server.log_tail())
         except ValueError as error:
@@ -143,29 +131,3 @@ class RolloutWorker:
         """End the server."""
         self._client.close()
         self._server.stop()
-
-
-def _batch(samples: list[Sample], prompts: int, groups: int) -> Batch:
-    fields = {
-        "responses": Ragged.from_rows([s.tokens for s in samples], torch.int64),
-        "rollout_logprobs": Ragged.from_rows([s.logprobs for s in samples], torch.float32),
-        "token_versions": Ragged.from_rows([_token_versions(s) for s in samples], torch.int64),
-        "finished": torch.tensor([s.finish_reason == "stop" for s in samples], dtype=torch.bool),
-        "versions": torch.tensor([int(s.weight_version) for s in samples], dtype=torch.int64),
-    }
-    return Batch(fields, _AXES, prompts, groups)
-
-
-def _token_versions(sample: Sample) -> list[int]:
-    """The version that each token was sampled from; RolloutError when a token has none, or two."""
-    versions: list[int] = []
-    for span in sample.spans:
-        if span.start != len(versions):
-            break
-        versions += [int(span.version)] * (span.end - span.start)
-    if len(versions) != len(sample.tokens):
-        raise RolloutError(
-            f"a server's weight versions {sample.spans} do not cover the {len(sample.tokens)} "
-            "tokens of its response one by one"
-        )
-    return versions
