@@ -79,16 +79,16 @@ def send_all(
 
 
 def send_and_die(pipe: Connection, endpoint: Endpoint, stream: str, phase: str) -> None:
-    """Die (SIGKILL) or stall (SIGSTOP) at a phase of sending two buckets of 64 MiB."""
+    """Die (SIGKILL) or stall (SIGSTOP) at a phase of sending two buckets of 16 MiB."""
     torch.set_num_threads(1)
     channel = connect(endpoint, stream, LONG, bucket=1 << 30)
     if phase == "connected":
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.send(0, payload(stream, 0, 64 << 20))
+    channel.send(0, payload(stream, 0, 16 << 20))
     channel.flush()
     if phase == "between":
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.send(1, payload(stream, 1, 64 << 20))
+    channel.send(1, payload(stream, 1, 16 << 20))
     os.kill(os.getpid(), signal.SIGSTOP if phase == "stalled" else signal.SIGKILL)
 
 
@@ -117,7 +117,7 @@ def receive_and_die(pipe: Connection, stream: str, phase: str) -> None:
     channel = listener.accept([stream], LONG)[stream]
     if phase == "connected":
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.receive(0, 64 << 20)
+    channel.receive(0, 16 << 20)
     if phase == "unreleased":
         os.kill(os.getpid(), signal.SIGKILL)
     channel.fail("its slot is full")

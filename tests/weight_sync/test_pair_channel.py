@@ -206,9 +206,9 @@ def test_a_sender_that_dies_is_named(listener, start, phase):
     channel = listener.accept(["trainer 3"], LONG)["trainer 3"]
     with pytest.raises(PairError, match=r"stream 'trainer 3' with 127.*: bucket [01] .*did not"):
         for number in range(2):
-            channel.receive(number, 64 << 20)
+            channel.receive(number, 16 << 20)
             channel.release(number)
-        channel.receive(2, 64 << 20)  # "inside" may have been in the kernel's memory whole
+        channel.receive(2, 16 << 20)  # "inside" may have been in the kernel's memory whole
     with pytest.raises(PairError, match="is closed"):
         channel.receive(0, 1)
 
@@ -219,7 +219,7 @@ def test_a_sender_that_stalls_is_named_within_the_deadline(listener, start):
     channel.timeout = 2.0
     with pytest.raises(PairTimeout, match=r"bucket \d .*did not come within 2 s"):
         for number in range(3):
-            channel.receive(number, 64 << 20)
+            channel.receive(number, 16 << 20)
             channel.release(number)
 
 
@@ -230,7 +230,7 @@ def test_a_receiver_that_dies_or_gives_up_is_named(start, phase):
     words = "gave up: its slot is full" if phase == "gives up" else "closed|reset|[Bb]roken"
     with pytest.raises(PairError, match=f"stream 's' with 127.*bucket [0-2] was not .*({words})"):
         for number in range(3):
-            channel.send(number, payload("s", number, 64 << 20))
+            channel.send(number, payload("s", number, 16 << 20))
         channel.finish()
 
 
