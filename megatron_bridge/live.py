@@ -1,7 +1,7 @@
 """The bridge's interface to live models: build, load, export, save."""
 
 from megatron_bridge.huggingface.folder import load_hf_config
-from megatron_bridge.live_export import export_weights
+from megatron_bridge.live_export import export_weights, local_weights
 from megatron_bridge.live_load import load_weights, with_value_head
 from megatron_bridge.live_model import build_chunks, build_model, global_name, origin, unwrap
 from megatron_bridge.live_save import save_pretrained
@@ -13,6 +13,7 @@ __all__ = [
     "global_name",
     "load_hf_config",
     "load_weights",
+    "local_weights",
     "origin",
     "save_pretrained",
     "unwrap",

@@ -55,7 +55,7 @@ def export_weights(model: Model, hf_config: HfConfig) -> Iterator[tuple[str, Ten
 
 
 def local_weights(model: Model) -> dict[int, Tensor]:
-    """This rank's tensors by their weight's number in ``mappings.weights``; live, not copies.
+    """This rank's parameters by their weight's number in ``mappings.weights``; live, not copies.
 
     A rank that holds a tied embedding twice gives the first.
     """
@@ -63,7 +63,7 @@ def local_weights(model: Model) -> dict[int, Tensor]:
     number = {(weight.key, weight.expert): n for n, weight in enumerate(weights(config))}
     held: dict[int, Tensor] = {}
     for one in parameters(model):
-        held.setdefault(number[one.weight.key, one.weight.expert], one.tensor.detach())
+        held.setdefault(number[one.weight.key, one.weight.expert], one.tensor)
     return held
 
 

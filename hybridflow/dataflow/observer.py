@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.steps import StepOutcome
 from hybridflow.recipe.graph import Graph, Node
-from hybridflow.weight_sync import PublishReport
+from hybridflow.weight_sync.publication import PublishReport
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -46,6 +46,8 @@ class Observer:
             if published is not None:
                 found["publish/bytes"] = float(published.bytes)
                 found["publish/seconds"] = outcome.timings.seconds[node.name]
+                found |= {f"publish/{s}_seconds": took for s, took in published.seconds.items()}
+                found["publish/engines"] = float(len(published.checksums))
         return found
 
     def rollouts(self, outcome: StepOutcome) -> Iterator[dict[str, Any]]:

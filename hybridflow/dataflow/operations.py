@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from hybridflow.algorithms import FUNCTIONS, FunctionContext
+from hybridflow.algorithms import FUNCTIONS, FunctionContext, staleness
 from hybridflow.batch import Batch
 from hybridflow.dataflow.steps import Operation, StepContext
 from hybridflow.dataflow.team import Team
@@ -95,8 +95,12 @@ def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext
     if batch.axes["responses"] is Axis.PROMPTS:  # targets of the data: one response a prompt
         batch = batch.with_field("responses", Axis.TOKENS, batch["responses"])
     loss = around.team.loss(around.stage, node.options["loss"])
-    metrics = around.team.groups[str(node.role)].run(ModelWorker.update, batch, loss)
-    return _of_run("metrics", metrics)
+    behind: dict[str, float] = {}
+    if "token_versions" in batch and around.stage.generates:
+        versions, allowed = batch["token_versions"], around.recipe.roles.rollout.max_staleness
+        staleness.require(versions, around.team.version, allowed)
+        behind = staleness.staleness_metrics(versions, around.team.version)
+    return _of_run("metrics", {**around.team.update(batch, loss), **behind})
 
 
 def _publish(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from hybridflow.cluster import ClusterError, Pool, Session, WorkerGroup
+from hybridflow.batch import Batch
+from hybridflow.cluster import Pool, Session, WorkerGroup
+from hybridflow.dataflow.publisher import Publisher
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.schema import OptimizerSection, Recipe
-from hybridflow.rollout.background import in_background
-from hybridflow.rollout.engines import EngineFailed, FleetEvent, fault_of
+from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet
 from hybridflow.rollout.launch import ServerConfig
 from hybridflow.rollout.protocol import Sampling
-from hybridflow.weight_sync import PublishReport, remove_versions
-from hybridflow.workers.model import ModelWorker, WrittenVersion
+from hybridflow.weight_sync.publication import PublishReport
+from hybridflow.workers.model import ModelWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.rollout_engine import GRACE_SECONDS, RolloutEngine
+from hybridflow.workers.rollout_engine import RolloutEngine
 from megatron_bridge.layout import ParallelLayout
-
-SYNC_PREFIX = "hybridflow-sync-"
 
 
 class Team:
@@ -40,9 +34,8 @@ class Team:
         on_event: is told what happens to rollout engines, on any thread.
 
     Attributes:
-        version: of the weights that the servers hold; counts up over the whole run.
         groups: every role's group, but for the rollout engines, which are the fleet's.
-        fleet: the rollout engines; None in a run whose graphs need none.
+        publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
 
     def __init__(
@@ -55,10 +48,8 @@ class Team:
         recipe = plan.recipe
         self.recipe = recipe
         self.kinds = recipe.roles.kinds()
-        self.version = 0
-        self.last_publish: PublishReport | None = None
+        self._version = 0
         self._separate_processes = session.separate_processes
-        self._sync = _sync_directory(recipe)
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
         engines: list[RolloutEngine] = []
@@ -72,26 +63,32 @@ class Team:
             self.groups[role] = session.group(role, worker, layout, pool, settings)
         for starting in (*self.groups.values(), *engines):
             starting.wait_until_started()
-        self._written: WrittenVersion | None = None
-        self.fleet = self._fleet(engines, on_event) if engines else None
-
-    def _fleet(
-        self, engines: list[RolloutEngine], on_event: Callable[[FleetEvent], None]
-    ) -> Fleet[RolloutEngine]:
-        section = self.recipe.roles.rollout
-        return Fleet(
-            engines,
-            self._repair,
-            request_seconds=section.request_timeout_seconds + 2 * GRACE_SECONDS,
-            repair_seconds=section.start_timeout_seconds + section.request_timeout_seconds,
-            on_event=on_event,
-        )
+        self.publisher: Publisher | None = None
+        if engines:
+            self.publisher = Publisher(plan, self.groups["actor"], engines, on_event)
 
     @property
     def rollout(self) -> Fleet[RolloutEngine]:
         """The fleet of a run that has one."""
-        assert self.fleet is not None, "checked graphs act on started roles alone"
-        return self.fleet
+        assert self.publisher is not None, "checked graphs act on started roles alone"
+        return self.publisher.fleet
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the servers hold; counts up over the whole run."""
+        return self._version if self.publisher is None else self.publisher.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        """Go on counting from ``version``; the next publication has a later one."""
+        self._version = version
+        if self.publisher is not None:
+            self.publisher.version = version
+
+    @property
+    def last_publish(self) -> PublishReport | None:
+        """What the last publication did."""
+        return None if self.publisher is None else self.publisher.last
 
     def _member(
         self, role: str, kind: str, stage: Stage
@@ -146,42 +143,15 @@ class Team:
         self.groups["actor"].run(ModelWorker.begin_stage, optimizer_settings(stage))
 
     def publish(self) -> int:
-        """Write the actor's weights, load and prove them on every server; the new version."""
-        version = self.version + 1
-        tp = self.recipe.roles.rollout.parallel.tp
-        written = self.groups["actor"].run(ModelWorker.write_version, str(self._sync), version, tp)
-        self._written, self.version = written, version
-        self._load_everywhere(written, version)
-        self.rollout.repair()
-        self.rollout.require_engine()
-        remove_versions(self._sync, keep=version)
-        return version
+        """Bring the actor's weights to every engine as the next version; that version."""
+        assert self.publisher is not None, "checked graphs act on started roles alone"
+        return self.publisher.publish()
 
-    def _load_everywhere(self, written: WrittenVersion, version: int) -> None:
-        """Each serving engine proves ``version``, or is quarantined; repaired ones need it too."""
-        calls = {
-            engine: in_background(
-                f"publish-{engine.name}", partial(self._load, engine, written, version)
-            )
-            for engine in self.rollout.serving()
-        }
-        for engine, call in calls.items():
-            try:
-                self.last_publish = call.result()
-            except (EngineFailed, ClusterError) as error:
-                self.rollout.quarantine(engine.name, fault_of(error))
-        self.rollout.version = version
-
-    def _load(self, engine: RolloutEngine, written: WrittenVersion, version: int) -> PublishReport:
-        return engine.run(RolloutWorker.publish, written.folder, version, written.checksum)
-
-    def _repair(self, engine: RolloutEngine) -> int:
-        """A new server, and the present version proven in it."""
-        engine.restart()
-        version = self.version
-        if self._written is not None:
-            self.last_publish = self._load(engine, self._written, version)
-        return version
+    def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """The optimizer steps of one training step; its metrics."""
+        if self.publisher is not None:
+            self.publisher.actor_moved()
+        return self.groups["actor"].run(ModelWorker.update, batch, loss)
 
     def save(self, folder: Path) -> None:
         """The actor's state, to go on from."""
@@ -197,9 +167,8 @@ class Team:
 
     def close(self) -> None:
         """Remove written versions, take no more requests; the session ends the workers."""
-        if self.fleet is not None:
-            self.fleet.close()
-        shutil.rmtree(self._sync, ignore_errors=True)
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 def optimizer_settings(stage: Stage) -> OptimizerSettings:
@@ -221,7 +190,8 @@ def optimizer_settings(stage: Stage) -> OptimizerSettings:
 def _engines(recipe: Recipe, session: Session, pool: Pool | None) -> list[RolloutEngine]:
     """Every rollout engine, starting: one group each, on its own slots of the pool."""
     section = recipe.roles.rollout
-    settings = {"server": _server(recipe)}
+    parent = section.sync.directory if section.sync.transport == "direct" else None
+    settings = {"server": _server(recipe), "sync_parent": parent}
 
     def engine(index: int) -> RolloutEngine:
         name = "rollout" if section.parallel.dp == 1 else f"rollout-{index}"
@@ -250,27 +220,6 @@ def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> 
     )
 
 
-def _sync_directory(recipe: Recipe) -> Path:
-    """A folder of this run's own, after those of killed runs of this host were removed."""
-    parent = Path(recipe.roles.rollout.sync.directory)
-    if not parent.is_dir():
-        raise ValueError(
-            f"roles.rollout.sync.directory: there is no folder {parent}; name one that every "
-            "trainer and server can reach"
-        )
-    host = socket.gethostname()
-    _remove_abandoned(parent, host)
-    return Path(tempfile.mkdtemp(prefix=f"{SYNC_PREFIX}{host}-{os.getpid()}-", dir=parent))
-
-
-def _remove_abandoned(parent: Path, host: str) -> None:
-    """Remove this host's folders whose driver is gone."""
-    for folder in parent.glob(f"{SYNC_PREFIX}{host}-*-*"):
-        pid = folder.name.removeprefix(f"{SYNC_PREFIX}{host}-").split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _server(recipe: Recipe) -> ServerConfig:
     section = recipe.roles.rollout
     return ServerConfig(
@@ -278,6 +227,7 @@ def _server(recipe: Recipe) -> ServerConfig:
         model_path=recipe.model.path,
         dtype=recipe.model.dtype,
         tp=section.parallel.tp,
+        ep=section.parallel.ep,
         threads=section.threads,
         max_running_requests=section.max_running_requests,
         start_timeout=section.start_timeout_seconds,

@@ -84,7 +84,7 @@ class Trainer:
         self._team.begin_stage(self._plan.stages[progress.stage_index])
         self._team.load(checkpoint.folder / "actor")
         self._team.version = progress.weight_version
-        if self._team.fleet is not None:
+        if self._team.publisher is not None:
             self._team.publish()
         stage = self._plan.stages[progress.stage_index]
         self._feeds[stage.name].stream.seek(progress.stream_position)

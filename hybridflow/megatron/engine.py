@@ -177,6 +177,10 @@ class Engine:
         self.switch_to_training()
         return live.export_weights(self._core, self._hf_config)
 
+    def local_weights(self) -> dict[int, Tensor]:
+        """This rank's live tensors by their weight's number in the bridge's table."""
+        return live.local_weights(self._core)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the model in HuggingFace format, with the source's tokenizer."""
         self.switch_to_training()

@@ -68,6 +68,8 @@ LOSSES: dict[str, LossEntry] = {
     "cross_entropy": LossEntry("negative log-likelihood of the responses (supervised)"),
 }
 
+TOKEN_VERSIONS = _type(Axis.TOKENS, "int", "weight version that each token was sampled from")
+
 CALLS: dict[tuple[RoleKind, str], Signature] = {
     ("rollout", "generate"): Signature(
         "Sample responses to every prompt.",
@@ -79,9 +81,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             ),
             "finished": _type(Axis.SAMPLES, "bool", "whether the response ended on its own"),
             "versions": _type(Axis.SAMPLES, "int", "weight version of the response's last token"),
-            "token_versions": _type(
-                Axis.TOKENS, "int", "weight version that each token was sampled from"
-            ),
+            "token_versions": TOKEN_VERSIONS,
         },
         {
             "sampling": Option(
@@ -116,6 +116,11 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
                 LOGPROBS,
                 optional=True,
                 description="log-probabilities when sampled: measures the mismatch of the engines",
+            ),
+            "token_versions": _input(
+                TOKEN_VERSIONS,
+                optional=True,
+                description="refuses samples that are older than roles.rollout.max_staleness",
             ),
             "old_logprobs": _input(
                 LOGPROBS,

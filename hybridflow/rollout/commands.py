@@ -62,6 +62,7 @@ def _sglang(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], d
     command = [str(python), "-m", "sglang.launch_server"]
     command += ["--model-path", str(Path(config.model_path).resolve()), "--dtype", config.dtype]
     command += ["--host", config.host, "--port", str(port), "--tp", str(config.tp)]
+    command += ["--ep-size", str(config.ep)] if config.ep > 1 else []
     command += ["--weight-version", str(config.version), "--random-seed", str(config.seed)]
     command += ["--max-running-requests", str(_running_requests(config))]
     command += ["--skip-tokenizer-init", "--grammar-backend", "none", "--log-level", "warning"]

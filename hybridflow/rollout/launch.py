@@ -38,7 +38,8 @@ class ServerConfig:
 
     `python` is the interpreter of SGLang's venv (default `.venv-sglang/bin/python` of the
     checkout); the local engine runs in this one. `log_path` None keeps the log until `stop`. A
-    `host` beyond loopback needs a `token`. `threads` are per rank. `sync_folder` is the only folder
+    `host` beyond loopback needs a `token`. `threads` are per rank; experts
+    are spread over `ep` groups of the `tp` ranks. `sync_folder` is the only folder
     that published shards may come from (see `server_side`); None: they may not.
     """
 
@@ -47,6 +48,7 @@ class ServerConfig:
     dtype: str = "float32"
     device: str = "cpu"
     tp: int = 1
+    ep: int = 1
     threads: int = 1
     max_running_requests: int | None = None
     seed: int = 0
@@ -63,6 +65,8 @@ class ServerConfig:
         faults = []
         if self.engine not in commands.ENGINES:
             faults.append(f"engine {self.engine!r}; {hint(self.engine, commands.ENGINES)}")
+        if self.tp % self.ep:
+            faults.append(f"ep {self.ep} does not divide tp {self.tp}")
         if self.engine == "local" and self.tp != 1:
             faults.append(f"the local engine has one rank, not tp {self.tp}; use engine: sglang")
         if self.engine == "local" and self.device != "cpu":

@@ -1,6 +1,6 @@
 """The engine's side of a publication: phases that end in a report, never in an exception.
 
-An engine that fails a phase is one of many: its reason travels to the driver, which quarantines or
+An engine that fails a phase is one of many: its fault travels to the driver, which quarantines or
 repairs it while the others go on.
 """
 
@@ -17,13 +17,24 @@ class WeightMismatch(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Why a phase failed; ``log`` is the end of the server's log where that says more."""
+
+    reason: str
+    log: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.log}".rstrip()
+
+
+@dataclass(frozen=True)
 class PhaseReport:
     """How one engine's phase ended.
 
     Attributes:
         engine: its number.
         version: that was published.
-        reason: why it failed; None: it did not.
+        fault: why it failed; None: it did not.
         bytes: that reached the engine in this phase.
         seconds: by step.
         result: what the phase gives (an endpoint, a digest).
@@ -31,7 +42,7 @@ class PhaseReport:
 
     engine: int
     version: int
-    reason: str | None = None
+    fault: Fault | None = None
     bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     result: Any = None
@@ -84,6 +95,9 @@ class Inbox(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+PHASES = ("open", "receive", "prove", "load", "confirm", "resume", "restore")
 
 
 class EngineSide:
@@ -145,17 +159,17 @@ class EngineSide:
         self._inbox.close()
 
     def _run(self, version: int, *steps: tuple[str, Callable[[], Any]]) -> PhaseReport:
-        """The steps in order, up to the first that fails; its exception is the reason."""
+        """The steps in order, up to the first that fails; its exception is the fault."""
         seconds: dict[str, float] = {}
-        result, reason = None, None
+        result, fault = None, None
         for name, act in steps:
             start = time.perf_counter()
             try:
                 given = act()
                 result = result if given is None else given
             except Exception as error:  # noqa: BLE001 - the report carries it to the driver
-                reason = f"{name}: {type(error).__name__}: {error}"
+                fault = Fault(f"{name}: {type(error).__name__}: {error}")
             seconds[name] = time.perf_counter() - start
-            if reason is not None:
+            if fault is not None:
                 break
-        return PhaseReport(self._engine, version, reason, self._inbox.bytes, seconds, result)
+        return PhaseReport(self._engine, version, fault, self._inbox.bytes, seconds, result)

@@ -14,14 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridflow.weight_sync.inbox import PhaseReport
+from hybridflow.weight_sync.inbox import Fault, PhaseReport
 
 Send = Callable[[Mapping[int, Any], int], Any]
 """Endpoints by engine and the version to what the trainer's ranks say they sent, by rank."""
-
-
-class PublicationFailed(RuntimeError):
-    """No engine holds the new version. The text has each engine's reason."""
 
 
 class EngineLink(Protocol):
@@ -53,12 +49,12 @@ class PublishReport:
     bytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     checksums: Mapping[int, str] = field(default_factory=dict)
-    mended: Mapping[int, str] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
-    behind: Mapping[int, str] = field(default_factory=dict)
+    mended: Mapping[int, Fault] = field(default_factory=dict)
+    failed: Mapping[int, Fault] = field(default_factory=dict)
+    behind: Mapping[int, Fault] = field(default_factory=dict)
 
 
-def publish(
+def publish_to(
     links: Sequence[EngineLink], send: Send, version: int, *, overlaps: bool
 ) -> PublishReport:
     """Bring ``version`` to every engine.
@@ -67,18 +63,12 @@ def publish(
         links: the engines to bring it to.
         send: lets the trainer's ranks send; its exceptions end the publication.
         overlaps: whether bytes arrive while servers go on.
-
-    Raises:
-        PublicationFailed: no engine could be brought to the version.
     """
     attempt = _Attempt(version, links)
     attempt.run(send, overlaps)
-    mended: dict[int, str] = {}
-    if attempt.reasons:
+    mended: dict[int, Fault] = {}
+    if attempt.faults:
         mended = _mend(attempt, send, overlaps)
-    if not attempt.proven:
-        lines = [f"- engine {engine}: {why}" for engine, why in sorted(attempt.reasons.items())]
-        raise PublicationFailed(f"no engine holds version {version}:\n" + "\n".join(lines))
     attempt.each("resume", attempt.proven)
     if attempt.paused_at is not None:
         attempt.seconds["paused"] = time.perf_counter() - attempt.paused_at
@@ -88,26 +78,26 @@ def publish(
         attempt.seconds,
         attempt.checksums,
         mended,
-        {e: why for e, why in attempt.reasons.items() if e in attempt.touched},
-        {e: why for e, why in attempt.reasons.items() if e not in attempt.touched},
+        {e: fault for e, fault in attempt.faults.items() if e in attempt.touched},
+        {e: fault for e, fault in attempt.faults.items() if e not in attempt.touched},
     )
 
 
-def _mend(attempt: _Attempt, send: Send, overlaps: bool) -> dict[int, str]:
+def _mend(attempt: _Attempt, send: Send, overlaps: bool) -> dict[int, Fault]:
     """A second try for the engines that failed; their first reasons where it helped."""
-    first = dict(attempt.reasons)
+    first = dict(attempt.faults)
     links = [link for link in attempt.links if link.engine in first]
     if overlaps:
         # What was proven beside the server is pushed again, to a new server where it died.
         held = [link for link in links if link.engine in attempt.arrived]
-        attempt.reasons = {e: why for e, why in first.items() if e not in attempt.arrived}
+        attempt.faults = {e: fault for e, fault in first.items() if e not in attempt.arrived}
         attempt.proven += attempt.each("restore", held)
         links = [link for link in links if link.engine not in attempt.arrived]
     if links:
         again = _Attempt(attempt.version, links)
         again.run(send, overlaps)
         attempt.take(again)
-    return {engine: why for engine, why in first.items() if engine not in attempt.reasons}
+    return {engine: fault for engine, fault in first.items() if engine not in attempt.faults}
 
 
 class _Attempt:
@@ -115,7 +105,7 @@ class _Attempt:
 
     def __init__(self, version: int, links: Sequence[EngineLink]) -> None:
         self.version, self.links = version, list(links)
-        self.reasons: dict[int, str] = {}
+        self.faults: dict[int, Fault] = {}
         self.arrived: set[int] = set()
         self.touched: set[int] = set()
         self.proven: list[EngineLink] = []
@@ -147,9 +137,9 @@ class _Attempt:
     def take(self, other: _Attempt) -> None:
         """Add what a further pass over some of the engines brought."""
         self.proven += other.proven
-        self.reasons = {
-            e: why for e, why in self.reasons.items() if e not in {k.engine for k in other.links}
-        } | other.reasons
+        self.faults = {
+            e: fault for e, fault in self.faults.items() if e not in {k.engine for k in other.links}
+        } | other.faults
         self.touched |= other.touched
         self.bytes |= other.bytes
         self.checksums |= other.checksums
@@ -183,9 +173,9 @@ class _Attempt:
             self.bytes[link.engine] = max(report.bytes, self.bytes.get(link.engine, 0))
             for step, seconds in report.seconds.items():
                 self.seconds[step] = max(seconds, self.seconds.get(step, 0.0))
-            if report.reason is None:
+            if report.fault is None:
                 self._results[link.engine] = report.result
                 done.append(link)
             else:
-                self.reasons[link.engine] = report.reason
+                self.faults[link.engine] = report.fault
         return done

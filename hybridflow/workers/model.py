@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import Batch
+from hybridflow.cluster.host import this_node
 from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
+from megatron_bridge.reshard import Seat
 
 if TYPE_CHECKING:
     from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
     from hybridflow.megatron.memory import Memory
+    from hybridflow.weight_sync.transports import Outbox
+    from hybridflow.weight_sync.wiring import Wiring
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class WrittenVersion:
-    """A version of the weights on disk, and the digest that a server must show for it."""
-
-    folder: str
-    checksum: str
 
 
 class ModelWorker:
@@ -42,7 +39,8 @@ class ModelWorker:
 
             self._engine = Engine(engine)
         self._rank = rank
-        self._model_path = engine.model_path
+        self._folder: Path | None = None
+        self._outbox: Outbox | None = None
 
     @transfer(DATA_PARALLEL)
     def logprobs(self, batch: Batch, temperature: float) -> Batch | None:
@@ -69,21 +67,31 @@ class ModelWorker:
         """A fresh optimizer and learning-rate schedule for the next stage."""
         self._engine.begin_stage(optimizer)
 
-    @transfer(ONE_TO_ALL)
-    def write_version(self, directory: str, version: int, tp: int) -> WrittenVersion | None:
-        """Stream the weights into ``directory``/v``version``, with the digest of a server of
-        ``tp`` ranks; rank 0 writes."""
-        from hybridflow.weight_sync import ServerDigest, write_version
-        from megatron_bridge.live import load_hf_config
+    @transfer(GATHER)
+    def seat(self) -> Seat:
+        """Where this rank runs."""
+        from megatron_bridge.runtime import device
 
-        weights = self._engine.export_weights()
-        if self._rank:
-            for _ in weights:
-                raise AssertionError("only rank 0 receives exported weights")
-            return None
-        digest = ServerDigest(load_hf_config(self._model_path), tp)
-        folder = write_version(directory, digest.watch(weights), self._model_path, version)
-        return WrittenVersion(str(folder), digest.result())
+        return Seat(this_node().id, device.index())
+
+    @transfer(ONE_TO_ALL)
+    def connect(self, wiring: Wiring) -> None:
+        """Make ready to publish to the engines that ``wiring`` names."""
+        from hybridflow.weight_sync.folders import memory, own_folder
+        from hybridflow.weight_sync.transports import make_outbox
+
+        self._close_outbox()
+        if self._folder is None:
+            self._folder = own_folder(memory())
+        self._outbox = make_outbox(wiring, self._rank, self._engine, self._folder)
+
+    @transfer(GATHER)
+    def send(self, endpoints: Mapping[int, Any], version: int) -> Any:
+        """Send this rank's part of the weights to the engines; what it says it sent."""
+        assert self._outbox is not None, "connect comes first"
+        with _computing:
+            self._engine.switch_to_training()
+            return self._outbox.send(endpoints, version)
 
     @transfer(GATHER)
     def switch_to_rollout(self) -> Memory:
@@ -114,8 +122,16 @@ class ModelWorker:
 
     def close(self) -> None:
         """Leave the process group; the last model of the process closes it."""
+        self._close_outbox()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         with _setting_up:
             _leave_process_group()
+
+    def _close_outbox(self) -> None:
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
 
 
 _setting_up = threading.Lock()

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import Batch
+from hybridflow.cluster.host import this_node
 from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
 from hybridflow.rollout.background import in_background
 from hybridflow.rollout.client import RolloutError, RolloutTimeout
 from hybridflow.rollout.engines import EngineFault, EngineHealth
 from hybridflow.rollout.launch import ServerDied, start_server
 from hybridflow.rollout.samples import batch_of
-from hybridflow.weight_sync import PublishReport, publish
+from hybridflow.weight_sync.folders import memory, own_folder
+from hybridflow.weight_sync.inbox import PHASES, EngineSide, Fault, PhaseReport
+from hybridflow.weight_sync.transports import make_inbox
+from megatron_bridge.reshard import Seat
 from megatron_bridge.runtime import device
 
 if TYPE_CHECKING:
     from hybridflow.rollout.engines import GenerateRequest
     from hybridflow.rollout.launch import Server, ServerConfig
     from hybridflow.rollout.protocol import Sample
+    from hybridflow.weight_sync.wiring import Wiring
 
 _HANG_SECONDS = 120.0
 _WATCHES = 6  # in the time after which a silent server counts as hanging
@@ -32,7 +38,8 @@ class RolloutWorker:
     """Starts a server beside itself and ends it with itself.
 
     A server's failure is an answer, an ``EngineFault``: this process goes on and can start the
-    server anew. ``hang_seconds`` is how long a server that generates may leave /health unanswered.
+    server anew. ``sync_parent`` is where its folder of shared memory is made; None: the host's
+    memory. ``hang_seconds`` is how long a server that generates may leave /health unanswered.
     """
 
     def __init__(
@@ -42,11 +49,14 @@ class RolloutWorker:
         rendezvous: tuple[str, int],
         *,
         server: ServerConfig,
+        sync_parent: str | None = None,
         hang_seconds: float = _HANG_SECONDS,
     ) -> None:
         assert world == 1, "each rollout engine is a group of its own"
         kind = "cuda" if device.on_gpu() else "cpu"
-        self._config = replace(server, device=kind)
+        self._folder = own_folder(sync_parent or memory())
+        self._side: EngineSide | None = None
+        self._config = replace(server, device=kind, sync_folder=self._folder)
         self._hang_seconds = hang_seconds
         self._use(start_server(self._config))
 
@@ -111,7 +121,7 @@ class RolloutWorker:
     @transfer(ONE_TO_ALL)
     def restart_server(self) -> EngineFault | None:
         """End the server, whatever its state, and start another from the model's folder."""
-        self.close()
+        self._stop_server()
         try:
             self._use(start_server(self._config))
         except (RolloutError, ServerDied) as error:
@@ -119,15 +129,47 @@ class RolloutWorker:
         return None
 
     @transfer(ONE_TO_ALL)
-    def publish(self, folder: str, version: int, checksum: str) -> PublishReport | EngineFault:
-        """Load a written version, prove it by checksum, then serve it."""
+    def seats(self) -> tuple[Seat, ...]:
+        """Where each rank of the server runs."""
+        here, first = this_node().id, device.index()
+        return tuple(
+            Seat(here, None if first is None else first + rank) for rank in range(self._config.tp)
+        )
+
+    @transfer(ONE_TO_ALL)
+    def device_kind(self) -> str:
+        """What the server runs on, "cpu" or "cuda"."""
+        return self._config.device
+
+    @transfer(ONE_TO_ALL)
+    def connect(self, wiring: Wiring, engine: int) -> None:
+        """Make ready for publications, as engine number ``engine`` of ``wiring``."""
+        if self._side is not None:
+            self._side.close()
+        inbox = make_inbox(wiring, engine, self._folder, this_node().address)
+        self._side = EngineSide(engine, inbox, lambda: self._client, wiring.sync.pause)
+
+    @transfer(ONE_TO_ALL)
+    def publication(self, phase: str, version: int, *args: Any) -> PhaseReport:
+        """A phase of a publication (see ``EngineSide``); a fault has the end of a dead server's
+        log."""
+        assert self._side is not None and phase in PHASES, f"connect comes before {phase}"
+        report: PhaseReport = getattr(self._side, phase)(version, *args)
+        if report.fault is None:
+            return report
         try:
-            self._server.check()
-            return publish(self._client, folder, version, checksum)
-        except (RolloutError, ServerDied) as error:
-            return replace(self._fault(error), refused=False)
+            self._server.check_soon()
+        except ServerDied as death:
+            return replace(report, fault=Fault(f"{death.reason} ({report.fault})", death.log))
+        return report
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and give its shared memory back."""
+        self._stop_server()
+        if self._side is not None:
+            self._side.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop_server(self) -> None:
         self._client.close()
         self._server.stop()

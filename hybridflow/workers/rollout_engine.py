@@ -67,9 +67,9 @@ class RolloutEngine:
             raise EngineFailed(self.name, result)
         return result
 
-    def restart(self) -> None:
+    def restart(self) -> bool:
         """A new server with the weights of the model's folder; in a new worker where the old one
-        is gone or does not manage it.
+        is gone or does not manage it. Whether the worker is new.
 
         Raises:
             EngineFailed: the server did not start.
@@ -77,10 +77,11 @@ class RolloutEngine:
         """
         with self._one_restart:
             if not self.group.over and self._restart_server():
-                return
+                return False
             self.group.close()
             self.group = self._start()
             self.group.wait_until_started()
+            return True
 
     def _restart_server(self) -> bool:
         """Whether there was a worker to do it."""

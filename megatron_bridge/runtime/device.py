@@ -1,5 +1,6 @@
 """The one place that asks whether this process trains on a CPU or a GPU."""
 
+import os
 from functools import cache
 
 import torch
@@ -14,6 +15,16 @@ def on_gpu() -> bool:
 def device() -> torch.device:
     """The device that holds this process's parameters and activations."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+def index() -> int | None:
+    """The GPU's number on this machine; None without one."""
+    if not on_gpu():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = [name for name in visible.split(",") if name.isdigit()]
+    current = torch.cuda.current_device()
+    return int(numbers[current]) if current < len(numbers) else current
 
 
 def backend() -> str:
