@@ -72,9 +72,16 @@ class Sender:
         """
         wrong = [e.version for e in endpoints.values() if e.version != version]
         assert not wrong, f"endpoints of versions {wrong} for version {version}"
+        self._forget_removed_slots()
         self._tensors = self._give_tensors()
-        self._check_tensors()
-        work = [partial(self._send_to, endpoint) for endpoint in endpoints.values()]
+        try:
+            self._check_tensors()
+            return self._send_all([partial(self._send_to, end) for end in endpoints.values()])
+        finally:
+            self._tensors = {}  # whoever offloads the model must not find its memory held here
+
+    def _send_all(self, work: list[Callable[[], dict[Link, Sent]]]) -> dict[Link, Sent]:
+        """Each engine by a thread of its own."""
         found: dict[Link, Sent] = {}
         with ThreadPoolExecutor(max(len(work), 1), "publish") as pool:
             for sent in pool.map(lambda act: act(), work):
@@ -166,11 +173,15 @@ class Sender:
     def _slot(self, rank: int, endpoint: Endpoint) -> Slot:
         """The slot, mapped once: each engine rank has two."""
         path = endpoint.slots[rank]
-        held = self._slots.get(path)
-        if held is not None and _inode(path) == held.inode:
-            return held
-        self._slots[path] = open_slot(path, self._layouts[rank])
+        if path not in self._slots:
+            self._slots[path] = open_slot(path, self._layouts[rank])
         return self._slots[path]
+
+    def _forget_removed_slots(self) -> None:
+        """Let the memory go of engines that were closed or started anew."""
+        for path, slot in list(self._slots.items()):
+            if _inode(path) != slot.inode:
+                self._slots.pop(path).close()
 
     def _kept_dtypes(self) -> dict[int, set[torch.dtype]]:
         """What the engines keep each weight in that this rank sends."""
