@@ -39,7 +39,7 @@ BATCH = prompts_of(7)
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path) -> Iterator[LocalFleet]:
-    """Two engines; each test leaves both of them answering."""
+    """Two engines; each test but the last of them leaves both answering."""
     with local_fleet(tiny_model, 2) as fleet:
         yield fleet
 
@@ -124,23 +124,6 @@ def test_all_servers_killed_are_repaired_once(pair: LocalFleet, expected: Batch)
     assert states(fleet) == ["serving"] * 2
 
 
-def test_without_a_repair_the_error_holds_every_reason_and_log(pair: LocalFleet) -> None:
-    def fails(engine: RolloutEngine) -> int:
-        raise RuntimeError(f"no weights for {engine.name}")
-
-    fleet = pair.fleet(fails)
-    for index in (0, 1):
-        pair.server(index).kill()
-    with pytest.raises(FleetError, match="no rollout engine is left") as caught:
-        fleet.generate(BATCH, 3, SEEDED)
-    for name in ("rollout-0", "rollout-1"):
-        assert f"{name} (quarantined): repair 1 failed: no weights for {name}" in str(caught.value)
-    assert str(caught.value).count("ended with status 137") == 2
-    assert [event.kind for event in pair.events].count("repair") == 2
-    for engine in pair.engines:
-        engine.restart()
-
-
 def test_a_late_answer_is_dropped(pair: LocalFleet, expected: Batch) -> None:
     """Past the deadline another engine answers; the first one's answer comes all the same."""
     fleet = pair.fleet(request_seconds=5.0)
@@ -194,6 +177,21 @@ def test_a_closed_fleet_takes_and_answers_nothing(pair: LocalFleet) -> None:
     server.send_signal(signal.SIGCONT)
     with pytest.raises(FleetClosed, match="is closed"):
         fleet.generate(BATCH, 1, GREEDY)
+
+
+def test_without_a_repair_the_error_holds_every_reason_and_log(pair: LocalFleet) -> None:
+    def fails(engine: RolloutEngine) -> int:
+        raise RuntimeError(f"no weights for {engine.name}")
+
+    fleet = pair.fleet(fails)
+    for index in (0, 1):
+        pair.server(index).kill()
+    with pytest.raises(FleetError, match="no rollout engine is left") as caught:
+        fleet.generate(BATCH, 3, SEEDED)
+    for name in ("rollout-0", "rollout-1"):
+        assert f"{name} (quarantined): repair 1 failed: no weights for {name}" in str(caught.value)
+    assert str(caught.value).count("ended with status 137") == 2
+    assert [event.kind for event in pair.events].count("repair") == 2
 
 
 def test_engines_start_side_by_side_and_a_hanging_one_is_found(tiny_model: Path) -> None:
