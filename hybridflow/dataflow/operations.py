@@ -79,6 +79,7 @@ def _generate(node: Node, around: Surroundings, batch: Batch, context: StepConte
         recipe.seed * 7_919 + context.global_step * 104_729 + context.round * 15_485_863
     ) % 2**31
     sampling = around.team.sampling(temperature, seed)
+    around.team.make_room()
     return around.team.rollout.generate(batch, samples, sampling)
 
 

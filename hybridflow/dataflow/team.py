@@ -35,6 +35,7 @@ class Team:
 
     Attributes:
         groups: every role's group, but for the rollout engines, which are the fleet's.
+        memory: of the models beside the rollout, the fullest rank's, as last measured.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
 
@@ -49,6 +50,10 @@ class Team:
         self.recipe = recipe
         self.kinds = recipe.roles.kinds()
         self._version = 0
+        self.memory: dict[str, float] = {}
+        home = plan.pool_of("rollout") if "rollout" in plan.roles else None
+        shared = () if home is None else home.roles
+        self._beside_rollout = [role for role in shared if self.kinds[role] == "model"]
         self._separate_processes = session.separate_processes
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
@@ -152,6 +157,15 @@ class Team:
         if self.publisher is not None:
             self.publisher.actor_moved()
         return self.groups["actor"].run(ModelWorker.update, batch, loss)
+
+    def make_room(self) -> None:
+        """Before a rollout: models on its devices give up what training alone needs, and take it
+        back when they compute again."""
+        for role in self._beside_rollout:
+            ranks = self.groups[role].run(ModelWorker.switch_to_rollout)
+            for name in ("held", "peak", "released"):
+                most = max(getattr(memory, name) for memory in ranks)
+                self.memory[f"memory/{role}_{name}_bytes"] = float(most)
 
     def save(self, folder: Path) -> None:
         """The actor's state, to go on from."""

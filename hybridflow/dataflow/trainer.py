@@ -109,7 +109,7 @@ class Trainer:
 
     def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> None:
         context = outcome.context
-        metrics = observer.metrics(outcome, self._team.last_publish)
+        metrics = observer.metrics(outcome, self._team.last_publish) | self._team.memory
         if "update/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["update/tokens"] / seconds
         nodes = outcome.timings.seconds
