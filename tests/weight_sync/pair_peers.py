@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from hybridflow.weight_sync.direct import connect_to
-from hybridflow.weight_sync.pairs import Endpoint, Listener, PairError, connect
+from hybridflow.weight_sync.pairs import Endpoint, Listener, PairChannel, PairError, connect
 from hybridflow.weight_sync.sender import Sender
 from tests.weight_sync.shards import planned, routed, trainer_tensors
 
@@ -166,6 +165,9 @@ def send_shards(
     tensors = trainer_tensors(Path(folder), layout)
     reads = itertools.count()
 
+    def join(endpoint: Any, stream: str) -> PairChannel:
+        return connect(endpoint.listener, stream, endpoint.seconds)
+
     class Dying(dict[int, torch.Tensor]):
         def __getitem__(self, weight: int) -> torch.Tensor:
             if next(reads) == dies_at:
@@ -174,7 +176,7 @@ def send_shards(
 
     proofs = {}
     for rank in ranks:
-        sender = Sender(routes, rank, lambda rank=rank: Dying(tensors[rank]), connect_to)
+        sender = Sender(routes, rank, lambda rank=rank: Dying(tensors[rank]), join)
         proofs[rank] = sender.send({0: endpoint}, endpoint.version)
         sender.close()
     pipe.send(proofs)

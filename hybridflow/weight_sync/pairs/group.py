@@ -15,6 +15,8 @@ from hybridflow.weight_sync.pairs.link import KEY, Deadline, Link, PairError, Pa
 
 _c10d: Any = torch.distributed  # its stubs lack what a group's own object can do
 _POLL_SECONDS = 0.001
+_SLACK_SECONDS = 0.05
+"""gloo counts whole milliseconds: it must not give up before the deadline is over."""
 _LONGEST_VALUE = 1 << 16
 
 
@@ -40,7 +42,7 @@ class GlooPair:
 
     def wait(self, work: Any, until: Deadline) -> None:
         """Until done; RuntimeError when the peer is lost or the deadline passes."""
-        work.wait(timedelta(seconds=until.left()))
+        work.wait(timedelta(seconds=until.left() + _SLACK_SECONDS))
 
 
 class NcclPair:

@@ -50,7 +50,8 @@ class PairChannel:
             self._group: GlooPair | NcclPair | None = GROUPS[backend](link, rank, until)
         except (RuntimeError, OSError) as error:
             link.close()
-            kind = PairTimeout if until.over() else PairError
+            late = isinstance(error, PairTimeout) or until.over()
+            kind = PairTimeout if late else PairError
             raise kind(f"{self}: the group was not formed: {error}") from error
 
     def __str__(self) -> str:
