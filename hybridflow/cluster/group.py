@@ -43,8 +43,8 @@ class Ranks(Protocol):
         """Makes the worker; gives a pending outcome."""
         ...
 
-    def submit(self, rank: int, method: str, shared: Any, seconds: float) -> Any:
-        """Queues a call; gives a pending outcome."""
+    def submit(self, rank: int, method: str, shared: Any, seconds: float, beside: bool) -> Any:
+        """Queues a call, behind others or beside them; gives a pending outcome."""
         ...
 
     def stop(self, rank: int) -> Any:
@@ -104,6 +104,7 @@ class WorkerGroup:
         self._stopping: dict[int, Any] = {}
         self._breaking = threading.Lock()
         self._waiters = ThreadPoolExecutor(waiters, thread_name_prefix=f"wait-{role}")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix=f"wait-beside-{role}")
         pending = {rank: ranks.start(rank, start_seconds) for rank in range(self.world)}
         start = _Call("__init__", start_seconds, pending)
         self._started = self._waiters.submit(self._collect, start)
@@ -144,8 +145,10 @@ class WorkerGroup:
             if self._broken is not None:
                 raise copy.copy(self._broken)
             pieces = protocol.split(args, kwargs, self.layout, next(self._turns))
-            call = _Call(name, seconds, self._submit(name, pieces, seconds))
-            return self._waiters.submit(self._finish, call, protocol)
+            beside = bool(getattr(method, "beside", False))
+            call = _Call(name, seconds, self._submit(name, pieces, seconds, beside))
+            waiters = self._beside if beside else self._waiters
+            return waiters.submit(self._finish, call, protocol)
 
     def run(
         self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -154,7 +157,7 @@ class WorkerGroup:
         return self.call(method, *args, timeout=timeout, **kwargs).result()
 
     def _submit(
-        self, method: str, pieces: Sequence[Piece | None], seconds: float
+        self, method: str, pieces: Sequence[Piece | None], seconds: float, beside: bool
     ) -> dict[int, Any]:
         assert len(pieces) == self.world, "split gives one piece per rank"
         shared: dict[int, Any] = {}
@@ -164,7 +167,7 @@ class WorkerGroup:
                 continue
             if id(piece) not in shared:
                 shared[id(piece)] = self._ranks.share(piece)
-            pending[rank] = self._ranks.submit(rank, method, shared[id(piece)], seconds)
+            pending[rank] = self._ranks.submit(rank, method, shared[id(piece)], seconds, beside)
         return pending
 
     def _finish(self, call: _Call, protocol: Transfer) -> Any:
@@ -241,5 +244,6 @@ class WorkerGroup:
         outcomes = {r: self._ranks.outcome(p) for r, p in stopping.items() if p in done}
         self._break(GroupClosed(self.role))
         self._waiters.shutdown(wait=True)
+        self._beside.shutdown(wait=True)
         if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
             raise self._error("close", outcomes)

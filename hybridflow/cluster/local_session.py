@@ -159,6 +159,7 @@ class _Threads:
         self._rendezvous: Rendezvous = ("127.0.0.1", free_port())
         self._hosts = [WorkerHost() for _ in range(world)]
         self._lanes = [_Lane(f"{role}-{rank}") for rank in range(world)]
+        self._beside = [_Lane(f"{role}-{rank}-beside") for rank in range(world)]
 
     def share(self, piece: Piece) -> Piece:
         return piece
@@ -169,8 +170,11 @@ class _Threads:
             start, self._class, rank, self._world, self._rendezvous, self._init
         )
 
-    def submit(self, rank: int, method: str, shared: Piece, seconds: float) -> Future[Outcome]:
-        return self._lanes[rank].submit(self._hosts[rank].call, method, shared)
+    def submit(
+        self, rank: int, method: str, shared: Piece, seconds: float, beside: bool
+    ) -> Future[Outcome]:
+        lanes = self._beside if beside else self._lanes
+        return lanes[rank].submit(self._hosts[rank].call, method, shared)
 
     def stop(self, rank: int) -> Future[Outcome]:
         return self._lanes[rank].submit(self._hosts[rank].stop)
@@ -190,5 +194,5 @@ class _Threads:
         return ""
 
     def kill(self) -> None:
-        for lane in self._lanes:
+        for lane in (*self._lanes, *self._beside):
             lane.close()

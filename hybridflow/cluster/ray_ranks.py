@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -25,6 +25,8 @@ from hybridflow.cluster.host import (
 from hybridflow.cluster.transfer import Piece
 
 LOG_LINES = 20
+BESIDE = "beside"
+"""The thread of calls that run beside others; see ``transfer``."""
 
 FOREIGN_VARIABLES = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 """Beginnings of the names that torchrun sets: where Ray was started under torchrun, they would
@@ -91,7 +93,11 @@ class ActorRanks:
         surroundings: Sequence[Surroundings],
         end: Callable[[], None],
     ) -> None:
-        actor = ray.remote(ActorHost)
+        # Threads of an actor that needs none would bury the hanging one's stack in its log.
+        methods = (getattr(worker_class, name) for name in dir(worker_class))
+        beside = any(getattr(method, "beside", False) for method in methods)
+        threads = {"concurrency_groups": {BESIDE: 1}} if beside else {}
+        actor = cast(Any, ray.remote)(max_restarts=0, **threads)(ActorHost)
         self._actors: list[Any] = [
             actor.options(**dict(option)).remote(place)
             for option, place in zip(options, surroundings, strict=True)
@@ -111,8 +117,11 @@ class ActorRanks:
             "start", seconds, self._class, rank, world, self._rendezvous, self._init
         )
 
-    def submit(self, rank: int, method: str, shared: Any, seconds: float) -> Any:
-        return self._actors[rank].timed.remote("call", seconds, method, shared)
+    def submit(self, rank: int, method: str, shared: Any, seconds: float, beside: bool) -> Any:
+        actor = self._actors[rank]
+        if beside:  # the one timer of stacks is the other lane's
+            return actor.call.options(concurrency_group=BESIDE).remote(method, shared)
+        return actor.timed.remote("call", seconds, method, shared)
 
     def stop(self, rank: int) -> Any:
         return self._actors[rank].stop.remote()

@@ -111,11 +111,16 @@ DATA_PARALLEL = DataParallel()
 ROUND_ROBIN = RoundRobin()
 
 
-def transfer(protocol: Transfer) -> Callable[[Method], Method]:
-    """Declares the protocol of a worker's method."""
+def transfer(protocol: Transfer, *, beside: bool = False) -> Callable[[Method], Method]:
+    """Declares the protocol of a worker's method.
+
+    A method ``beside`` others runs on a thread of its own while one of these runs; among
+    themselves such methods keep their order too.
+    """
 
     def declare(method: Method) -> Method:
         setattr(method, "transfer", protocol)  # noqa: B010
+        setattr(method, "beside", beside)  # noqa: B010
         return method
 
     return declare

@@ -149,7 +149,7 @@ class RolloutWorker:
         inbox = make_inbox(wiring, engine, self._folder, this_node().address)
         self._side = EngineSide(engine, inbox, lambda: self._client, wiring.sync.pause)
 
-    @transfer(ONE_TO_ALL)
+    @transfer(ONE_TO_ALL, beside=True)
     def publication(self, phase: str, version: int, *args: Any) -> PhaseReport:
         """A phase of a publication (see ``EngineSide``); a fault has the end of a dead server's
         log."""

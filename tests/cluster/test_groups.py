@@ -25,7 +25,7 @@ from hybridflow.cluster import (
 from hybridflow.cluster.ray_session import GROUPS_PER_SLOT
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
-from tests.cluster.workers import Sore, Worker
+from tests.cluster.workers import Besides, Sore, Worker
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,18 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize("kind", ["ray", "local"])
+def test_a_call_beside_others_does_not_wait_for_them(kind: str, session: RaySession) -> None:
+    """Nor do those after it; among themselves they keep their order."""
+    with LocalSession() as local:
+        home = session if kind == "ray" else local
+        group = home.group("beside", Besides, 1).wait_until_started()
+        waiting = group.call(Besides.wait_for_release, 120.0)
+        turns = [group.call(Besides.take_turn, turn, timeout=60) for turn in range(3)]
+        assert turns[-1].result() == [0, 1, 2]
+        assert not waiting.done()
+        group.run(Besides.release, timeout=60)
+        assert waiting.result(timeout=60) == "released"
+        group.close()

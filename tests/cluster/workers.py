@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -145,3 +146,25 @@ def _file_of(address: int, maps: list[str]) -> str:
         if start <= address < end:
             return name.strip()
     return ""
+
+
+class Besides(Worker):
+    """Takes turns while it waits."""
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        super().__init__(rank, world, rendezvous)
+        self.turns: list[int] = []
+        self.released = threading.Event()
+
+    @transfer(ONE_TO_ALL)
+    def wait_for_release(self, seconds: float) -> str:
+        return "released" if self.released.wait(seconds) else "nobody came"
+
+    @transfer(ONE_TO_ALL, beside=True)
+    def take_turn(self, turn: int) -> list[int]:
+        self.turns.append(turn)
+        return self.turns
+
+    @transfer(ONE_TO_ALL, beside=True)
+    def release(self) -> None:
+        self.released.set()
