@@ -11,8 +11,8 @@ from torch import Tensor
 from hybridflow.weight_sync import pairs
 from hybridflow.weight_sync.broadcast import BroadcastInbox, BroadcastOutbox
 from hybridflow.weight_sync.bucketed import BucketedReceiver
+from hybridflow.weight_sync.direct import connect_to
 from hybridflow.weight_sync.disk import DiskInbox, DiskOutbox
-from hybridflow.weight_sync.endpoint import Endpoint
 from hybridflow.weight_sync.inbox import Inbox
 from hybridflow.weight_sync.sender import Sender
 from hybridflow.weight_sync.standby import StandbyReceiver
@@ -57,10 +57,7 @@ def make_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> Inbox:
 
 
 def _direct_outbox(wiring: Wiring, rank: int, trainer: Trainer, local: Path) -> Outbox:
-    def connect(endpoint: Endpoint, stream: str) -> pairs.PairChannel:
-        return pairs.connect(endpoint.listener, stream, endpoint.seconds)
-
-    return Sender(wiring.routes, rank, trainer.local_weights, connect)
+    return Sender(wiring.routes, rank, trainer.local_weights, connect_to)
 
 
 def _direct_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> Inbox:
