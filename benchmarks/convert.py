@@ -147,7 +147,8 @@ class Bench:
     def _load(self, jobs: dict[str, Any], source: Path, layout: str, number: int) -> None:
         """Each side in turn, beginning with another in each round."""
         tp, pp = LAYOUTS[layout]
-        sides = [("read", self._ours, "read"), ("load", self._ours, "load")]
+        floors = [(name, self._ours, name) for name in ("read", "slices")]
+        sides = [*(floors if tp > 1 else floors[:1]), ("load", self._ours, "load")]
         if self._peer is not None:
             sides.append((f"{PEER} load", self._peer, "load"))
         sums = []

@@ -1,5 +1,6 @@
 """This project's side of benchmarks/convert.py, and the floors: `cp`, plain safetensors."""
 
+import json
 import math
 import os
 import shutil
@@ -125,6 +126,58 @@ def _share(source: str, rank: int, world: int) -> dict[Path, dict[str, list[int]
     return mine
 
 
+def slices(source: str, tp: int, pp: int, repeats: int) -> dict[str, Any]:
+    """`safe_open` and `get_slice` of what each rank of the layout holds, into tensors as in `read`.
+
+    What is cut by columns lies in the same pages for all ranks that share it: each has to map all
+    of these.
+    """
+
+    def prepare() -> Prepared:
+        layout = ParallelLayout(tp=tp, pp=pp)
+        config = json.loads(Path(source, "config.json").read_text())
+        place = layout.coordinates(dist.get_rank())
+        layers = layout.stage_layers(config["num_hidden_layers"], place.pp)
+        mine: dict[Path, dict[str, tuple[slice, ...]]] = {}
+        held: dict[str, torch.Tensor] = {}
+        for path in _shards(source):
+            with safe_open(path, framework="pt") as file:
+                for name in list(file.keys()):
+                    if not _is_held(name, layers, place.pp, pp):
+                        continue
+                    cut = _cut(name, file.get_slice(name).get_shape(), place.tp, tp)
+                    mine.setdefault(path, {})[name] = cut
+                    shape = [index.stop - index.start for index in cut]
+                    held[name] = torch.empty(shape, dtype=torch.bfloat16)
+
+        def work() -> None:
+            for path, cuts in mine.items():
+                with safe_open(path, framework="pt") as file:
+                    for name, cut in cuts.items():
+                        held[name].copy_(file.get_slice(name)[cut])
+
+        return Prepared(work, list(held.values()))
+
+    return on_ranks(tp * pp, prepare, repeats)
+
+
+def _is_held(name: str, layers: range, stage: int, stages: int) -> bool:
+    """Whether a pipeline stage holds a HuggingFace tensor; neither model's embeddings are tied."""
+    if name.startswith("model.layers."):
+        return int(name.split(".")[2]) in layers
+    return stage == (0 if name.startswith("model.embed") else stages - 1)
+
+
+def _cut(name: str, shape: list[int], place: int, tp: int) -> tuple[slice, ...]:
+    """A tensor parallel rank's part: columns of projections back, rows of the others."""
+    whole = [slice(0, size) for size in shape]
+    if len(shape) > 1 and not name.endswith("mlp.gate.weight"):
+        axis = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+        part = shape[axis] // tp
+        whole[axis] = slice(part * place, part * (place + 1))
+    return tuple(whole)
+
+
 def load(source: str, tp: int, pp: int, repeats: int) -> dict[str, Any]:
     """`live.load_weights` onto a live model."""
 
@@ -213,6 +266,7 @@ JOBS = {
     "copy": copy,
     "write": write,
     "read": read,
+    "slices": slices,
     "load": load,
     "to_megatron": to_megatron,
     "to_huggingface": to_huggingface,

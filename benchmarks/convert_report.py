@@ -32,9 +32,12 @@ class _Pair:
 
 def _pairs() -> list[_Pair]:
     found = []
-    for layout in LAYOUTS:
+    for layout, (tp, _) in LAYOUTS.items():
+        # Of a cut model the floor is reading each rank's slices; whole tensors shared out among
+        # the ranks, with no tensor for two of them, is timed beside it.
+        floor = "read" if tp == 1 else "slices"
         found += [
-            _Pair(f"load {layout}", f"read {layout}", LOAD_TARGET),
+            _Pair(f"load {layout}", f"{floor} {layout}", LOAD_TARGET),
             _Pair(f"load {layout}", f"{PEER} load {layout}", PEER_TARGET),
         ]
     for direction in DIRECTIONS:

@@ -83,7 +83,7 @@ def _sglang_cpu(config: ServerConfig) -> list[str]:
     return [
         *("--device", "cpu", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--disable-overlap-schedule"),
-        *("--mem-fraction-static", "0.05", "--max-total-tokens", str(_kv_tokens(config))),
+        *("--mem-fraction-static", "0.3", "--max-total-tokens", str(_kv_tokens(config))),
     ]
 
 

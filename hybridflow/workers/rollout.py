@@ -58,7 +58,11 @@ class RolloutWorker:
         self._side: EngineSide | None = None
         self._config = replace(server, device=kind, sync_folder=self._folder)
         self._hang_seconds = hang_seconds
-        self._use(start_server(self._config))
+        try:
+            self._use(start_server(self._config))
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def _use(self, server: Server) -> None:
         self._server = server
