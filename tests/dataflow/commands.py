@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,13 +21,28 @@ MARK = "HYBRIDFLOW_TEST_RUN"
 class TrainCommand:
     """A run in a child process; ``left_over`` finds whatever it leaves behind."""
 
-    def __init__(self, recipe: Path, *arguments: str, deadline: float = DEADLINE) -> None:
+    def __init__(
+        self,
+        recipe: Path,
+        *arguments: str,
+        deadline: float = DEADLINE,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         self.deadline = deadline
         self.mark = uuid.uuid4().hex
-        command = [sys.executable, "-m", "hybridflow.cli", "train", str(recipe), *arguments]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "hybridflow.cli",
+            "train",
+            str(recipe),
+            *arguments,
+        ]
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, MARK: self.mark},
+            env={**environment, MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -50,6 +50,10 @@ class Peer:
         assert self._ours.poll(LONG), "the peer said nothing"
         return self._ours.recv()
 
+    def tell(self, message: Any) -> None:
+        """Send something to the process."""
+        self._ours.send(message)
+
     def end(self) -> None:
         """End the process, however it stands."""
         self.process.kill()
