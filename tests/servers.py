@@ -66,3 +66,19 @@ def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def rollout_server(request: pytest.FixtureRequest) -> Rollout:
     """Either engine: the conformance suite runs against both."""
     return request.getfixturevalue(f"{request.param}_server")
+
+
+def load_and_prove(client: RolloutClient, folder: Path, version: int, expected: str) -> None:
+    """Have a server load a folder, compare its digest, and serve it as `version`.
+
+    Raises:
+        WeightMismatch: the digest is another; the server stays paused under the old name.
+    """
+    from hybridflow.weight_sync import WeightMismatch  # imports torch
+
+    client.pause("retract")
+    client.update_from_disk(folder)
+    if (found := client.checksum()) != expected:
+        raise WeightMismatch(f"{client.url} shows {found[:16]}, not {expected[:16]}")
+    client.set_version(version)
+    client.continue_()

@@ -15,11 +15,10 @@ from hybridflow.rollout.samples import token_versions
 from hybridflow.weight_sync import (
     ServerDigest,
     WeightMismatch,
-    publish,
     server_checksum,
     write_version,
 )
-from tests.servers import Rollout
+from tests.servers import Rollout, load_and_prove
 from tests.tiny_models import EOS, VOCAB, greedy, logprobs, make_model, reference
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13], [99, 2]]
@@ -47,8 +46,7 @@ def _serve_weights(rollout: Rollout, folder: Path, directory: Path) -> int:
     version, config = rollout.next_version(), _config(folder)
     digest = ServerDigest(config)
     written = write_version(directory, digest.watch(_weights(folder).items()), folder, version)
-    report = publish(rollout.client, written, version, digest.result())
-    assert report.bytes > 0 and set(report.seconds) >= {"pause", "load", "verify", "continue"}
+    load_and_prove(rollout.client, written, version, digest.result())
     return version
 
 
@@ -135,8 +133,8 @@ def test_a_flipped_byte_is_caught(rollout_server: Rollout, tmp_path: Path):
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
-    with pytest.raises(WeightMismatch, match="not activated"):
-        publish(client, written, rollout_server.versions, digest.result())
+    with pytest.raises(WeightMismatch, match="shows"):
+        load_and_prove(client, written, rollout_server.versions, digest.result())
     assert client.model_info()["weight_version"] == served
 
     with ThreadPoolExecutor(1) as pool:

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.rollout import Sampling, ServerConfig, start_server
-from hybridflow.weight_sync import ServerDigest, publish, server_checksum, write_version
+from hybridflow.weight_sync import ServerDigest, server_checksum, write_version
+from tests.servers import load_and_prove
 from tests.tiny_models import greedy, logprobs, make_model, reference
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13]]
@@ -44,7 +45,7 @@ def test_published_weights_are_proven(tmp_path: Path, family, tp, dtype, changes
         }
         digest = ServerDigest(config, tp)
         written = write_version(tmp_path / "out", digest.watch(weights.items()), folder, 1)
-        publish(client, written, 1, digest.result())
+        load_and_prove(client, written, 1, digest.result())
         groups = client.generate(PROMPTS, 2, Sampling(12, temperature=0.0))
         model = reference(written)
         tolerance = 1e-4 if dtype == torch.float32 else 0.2

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.rollout import Sampling
-from hybridflow.weight_sync import publish, remove_versions, server_checksum
+from hybridflow.weight_sync import remove_versions, server_checksum
 from hybridflow.weight_sync.delta import VersionWriter, is_delta, whole_version
 from hybridflow.weight_sync.delta_block import KINDS, SAME, DamagedBlock, decode, encode
 from hybridflow.weight_sync.delta_manifest import DATA, WEIGHTS
-from tests.servers import Rollout
+from tests.servers import Rollout, load_and_prove
 from tests.tiny_models import make_model
 from tests.weight_sync.delta_cases import Weights, read_weights, same_bits, stepped
 
@@ -129,8 +129,7 @@ def test_a_server_serves_full_and_delta_versions(
         version = local_server.next_version()
         kinds.append(is_delta(writer.write(served.items(), version)))
         folder = whole_version(shared, version, local)
-        report = publish(local_server.client, folder, version, server_checksum(served, config))
-        assert report.checksum == local_server.client.checksum()
+        load_and_prove(local_server.client, folder, version, server_checksum(served, config))
         remove_versions(local, keep=version)
     writer.close()
     assert kinds == [False, True, True, True]
