@@ -129,6 +129,15 @@ class BroadcastInbox:
             raise
         channel.close()
 
+    def give_up(self, version: int, why: str) -> None:
+        """Trainer rank 0 hears of it when it comes.
+
+        Raises:
+            PairError: it did not come.
+        """
+        name, seconds = stream_name(self._engine), self._wiring.sync.seconds
+        self._listener.accept([name], seconds, bucket=_MESSAGE_BYTES)[name].fail(why)
+
     def check(self, client: Any, version: int, proofs: Sequence[Broadcasted | None]) -> str:
         """The digest of the server's parameters; WeightMismatch when it is not the trainer's."""
         sent = proofs[0]
@@ -143,7 +152,7 @@ class BroadcastInbox:
             )
         return found
 
-    def restore(self, client: Any, version: int) -> None:
+    def restore(self, client: Any, version: int) -> str:
         """ValueError: nothing is kept here."""
         raise ValueError(f"the broadcast of version {version} is over; the trainer sends it again")
 

@@ -49,19 +49,33 @@ class BucketedReceiver(Receiver):
         try:
             self._take(client, version)
         except Exception:
-            for path, _ in self._opened(version).areas.values():
-                stop_areas(Path(path))
+            self._stop_areas(version)
             raise
         self.bytes = self._plan.bytes_before[-1]
 
+    def give_up(self, version: int, why: str) -> None:
+        """Senders learn that no loader takes their buckets.
+
+        Raises:
+            PairError: those of other hosts did not come to hear it.
+        """
+        self._stop_areas(version)
+        if self._remote:
+            self._refuse_incoming(why)
+
+    def _stop_areas(self, version: int) -> None:
+        for path, _ in self._opened(version).areas.values():
+            stop_areas(Path(path))
+
     def _take(self, client: LoaderClient, version: int) -> None:
         controls = self._controls(version)
+        flush = not self._keep_cache
         if not self._remote:
-            client.load_through(self._folder, controls)
+            client.load_through(self._folder, controls, flush_cache=flush)
             return
         with self._incoming(version) as incoming:
             incoming.into_areas(self._opened(version).areas)
-            client.load_through(self._folder, controls)
+            client.load_through(self._folder, controls, flush_cache=flush)
 
     def check(self, client: LoaderClient, version: int, proofs: Proofs) -> str:
         """The digest of the server's live parameters, after comparing what each trainer rank
@@ -90,7 +104,7 @@ class BucketedReceiver(Receiver):
         live = self._ask_all(client, {"operation": "digest"})
         return engine_digest(map(rank_digest, live))
 
-    def restore(self, client: LoaderClient, version: int) -> None:
+    def restore(self, client: LoaderClient, version: int) -> str:
         """ValueError: nothing is kept beside the server."""
         raise ValueError(
             f"engine {self._engine} keeps no version beside its server in mode bucketed."

@@ -101,6 +101,9 @@ class DiskInbox:
         """Let the paused server load the folder."""
         client.update_from_disk(self._held(version)[1])
 
+    def give_up(self, version: int, why: str) -> None:
+        """Nobody waits: the version is on disk."""
+
     def check(self, client: Any, version: int, proofs: Any) -> str:
         """The digest of the server's parameters; WeightMismatch when it is not the trainer's."""
         written, folder = self._held(version)
@@ -112,10 +115,10 @@ class DiskInbox:
             )
         return found
 
-    def restore(self, client: Any, version: int) -> None:
+    def restore(self, client: Any, version: int) -> str:
         """Load the folder once more."""
         self.load(client, version)
-        self.check(client, version, None)
+        return self.check(client, version, None)
 
     def close(self) -> None:
         """The folder is the run's; nothing is held."""

@@ -83,13 +83,17 @@ class Inbox(Protocol):
         """Put the weights into the paused server."""
         ...
 
+    def give_up(self, version: int, why: str) -> None:
+        """Nobody will load what was opened: let senders go that would wait for it."""
+        ...
+
     def check(self, client: Any, version: int, proofs: Any) -> str:
         """The digest of the server's live parameters, after comparing it with what was sent."""
         ...
 
-    def restore(self, client: Any, version: int) -> None:
+    def restore(self, client: Any, version: int) -> str:
         """Bring a paused server whose weights are in doubt, or that was started anew, to a proven
-        ``version``, without the trainer. ValueError: this inbox no longer holds it."""
+        ``version``, without the trainer; its digest. ValueError: this inbox no longer holds it."""
         ...
 
     def close(self) -> None:
@@ -129,7 +133,7 @@ class EngineSide:
         """Pause the server and give it the weights."""
         return self._run(
             version,
-            ("pause", lambda: self._client().pause(self._pause)),
+            ("pause", lambda: self._stand_still(version)),
             ("load", lambda: self._inbox.load(self._client(), version)),
         )
 
@@ -146,7 +150,8 @@ class EngineSide:
         return self._run(version, ("continue", lambda: self._client().continue_()))
 
     def restore(self, version: int) -> PhaseReport:
-        """Bring the server, old or new, to a proven version that the inbox still holds."""
+        """Bring the server, old or new, to a proven version that the inbox still holds; ``result``:
+        the digest."""
         return self._run(
             version,
             ("pause", lambda: self._client().pause("abort")),
@@ -157,6 +162,17 @@ class EngineSide:
     def close(self) -> None:
         """Give everything back."""
         self._inbox.close()
+
+    def _stand_still(self, version: int) -> None:
+        """Pause the server; where it cannot be, nobody waits for it to take its weights."""
+        try:
+            self._client().pause(self._pause)
+        except Exception as error:
+            try:
+                self._inbox.give_up(version, str(error))
+            except Exception as second:  # noqa: BLE001 - the first one is the cause
+                error.add_note(f"nor were its senders told: {second}")
+            raise
 
     def _run(self, version: int, *steps: tuple[str, Callable[[], Any]]) -> PhaseReport:
         """The steps in order, up to the first that fails; its exception is the fault."""

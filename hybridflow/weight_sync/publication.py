@@ -91,7 +91,7 @@ def _mend(attempt: _Attempt, send: Send, overlaps: bool) -> dict[int, Fault]:
         # What was proven beside the server is pushed again, to a new server where it died.
         held = [link for link in links if link.engine in attempt.arrived]
         attempt.faults = {e: fault for e, fault in first.items() if e not in attempt.arrived}
-        attempt.proven += attempt.each("restore", held)
+        attempt.restore(held)
         links = [link for link in links if link.engine not in attempt.arrived]
     if links:
         again = _Attempt(attempt.version, links)
@@ -133,6 +133,12 @@ class _Attempt:
             loaded = self._finish(loading)
         self.proven = self.each("confirm", loaded, proofs)
         self.checksums = {link.engine: self._results[link.engine] for link in self.proven}
+
+    def restore(self, links: Sequence[EngineLink]) -> None:
+        """Bring engines to what was proven beside them."""
+        restored = self.each("restore", links)
+        self.proven += restored
+        self.checksums |= {link.engine: self._results[link.engine] for link in restored}
 
     def take(self, other: _Attempt) -> None:
         """Add what a further pass over some of the engines brought."""

@@ -46,6 +46,8 @@ class Receiver:
         seconds: deadline of each wait for a sender.
         device: "cuda" where the server's own checksum is another than `weight_sync.checksum`'s.
         listener: takes streams from other hosts; needed where ``routes`` has such.
+        keep_cache: samples that are paused in place go on with their cache, of older weights;
+            without it a server with such samples refuses to load.
 
     Attributes:
         bytes: that reached this engine since ``open``.
@@ -66,6 +68,7 @@ class Receiver:
         seconds: float = 600.0,
         device: str = "cpu",
         listener: Listening | None = None,
+        keep_cache: bool = False,
     ) -> None:
         self._plan, self._engine, self._folder = routes.plan, engine, Path(folder)
         self._bucket, self._seconds, self._device = bucket, seconds, device
@@ -84,7 +87,7 @@ class Receiver:
                 f"engine {engine} on {self._host} takes shards of trainer ranks of other hosts "
                 "and has no listener for them."
             )
-        self._listener = listener
+        self._listener, self._keep_cache = listener, keep_cache
         self._cut: dict[tuple[int, int], tuple[Bucket, ...]] = {}
         self._endpoint: Endpoint | None = None
         self.bytes = 0
@@ -139,6 +142,13 @@ class Receiver:
             for source, rank in self._remote
         }
         return Incoming(self._listener, self._opened(version), buckets)
+
+    def _refuse_incoming(self, why: str) -> None:
+        """Tell the senders of other hosts, as they come, that nobody takes what they send."""
+        assert self._listener is not None
+        names = [stream_name(source, (self._engine, rank)) for source, rank in self._remote]
+        for channel in self._listener.accept(names, self._seconds).values():
+            channel.fail(why)
 
     def _ask_all(self, client: LoaderClient, control: dict[str, Any]) -> list[Mapping[str, str]]:
         """The digests that every rank answers."""

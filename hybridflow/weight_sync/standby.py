@@ -83,7 +83,10 @@ class StandbyReceiver(Receiver):
             }
             for slot in self._slots(version)
         ]
-        client.load_through(self._folder, controls)
+        client.load_through(self._folder, controls, flush_cache=not self._keep_cache)
+
+    def give_up(self, version: int, why: str) -> None:
+        """Nobody waits: what was sent is in the slot."""
 
     def check(self, client: LoaderClient, version: int, proofs: Proofs = ()) -> str:
         """The digest of the server's live parameters, after comparing it with the slots'.
@@ -117,8 +120,9 @@ class StandbyReceiver(Receiver):
                 f"{some(wrong)}."
             )
 
-    def restore(self, client: LoaderClient, version: int) -> None:
-        """Copy ``version`` from its slots again, into a server in doubt or started anew.
+    def restore(self, client: LoaderClient, version: int) -> str:
+        """Copy ``version`` from its slots again, into a server in doubt or started anew; the digest
+        of its live parameters.
 
         Raises:
             ValueError: they do not hold it, or it was never proven there.
@@ -128,7 +132,7 @@ class StandbyReceiver(Receiver):
                 f"engine {self._engine} holds no proven version {version} beside its server."
             )
         self.load(client, version)
-        self.check(client, version)
+        return self.check(client, version)
 
     def close(self) -> None:
         """Remove this engine's files."""

@@ -71,6 +71,7 @@ def _direct_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> Inb
         seconds=wiring.sync.seconds,
         device=wiring.device,
         listener=pairs.Listener(address) if elsewhere else None,
+        keep_cache=wiring.sync.pause == "in_place",
     )
 
 

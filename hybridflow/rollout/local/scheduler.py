@@ -96,14 +96,16 @@ class Scheduler:
             raise Refused("no weight-update session is open; call begin_weight_update() first")
         self.updating = False
 
-    def load_through(self, control: str) -> Future | None:
+    def load_through(self, control: str, flush: bool = True) -> Future | None:
         """Have the loader do what `control` asks of the parameters; it writes its own status.
 
-        Running rows finish first, unless the engine is paused; see `update` for what is returned.
+        Rows that are paused in place keep their cache without `flush`; with it they are a reason
+        to refuse. Running rows finish first, unless the engine is paused; see `update` for what is
+        returned.
         """
         if not self.updating:
             raise Refused("weights must come between begin_weight_update() and end_weight_update()")
-        return self._once_idle(lambda: self._load_through(control))
+        return self._once_idle(lambda: self._load_through(control, flush))
 
     def set_version(self, version: str) -> None:
         """Rename the weights; tokens made so far keep the old name."""
@@ -167,8 +169,9 @@ class Scheduler:
         if version is not None:
             self.set_version(version)
 
-    def _load_through(self, control: str) -> None:
-        self._refuse_frozen_rows()
+    def _load_through(self, control: str, flush: bool) -> None:
+        if flush:
+            self._refuse_frozen_rows()
         hybridflow_loader.serve(self.model.parameters, 0, control)
         self.model.bind()
 

@@ -186,7 +186,8 @@ def _load_through(scheduler: Scheduler, body: dict) -> dict:
     controls = body.get("control")
     if not isinstance(controls, list) or len(controls) != 1 or not isinstance(controls[0], str):
         raise ValueError("update_weights_from_tensor needs control, a list of one JSON text.")
-    waiting = scheduler.call(lambda: scheduler.load_through(controls[0])).result()
+    flush = body.get("flush_cache", True) is not False
+    waiting = scheduler.call(lambda: scheduler.load_through(controls[0], flush)).result()
     if waiting is not None:
         waiting.result()
     return {"success": True, "message": "Success"}
