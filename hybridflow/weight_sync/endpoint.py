@@ -45,7 +45,7 @@ class Sent:
 
     Attributes:
         digest: SHA-256 over its copies' bytes in plan order; empty where there is a fault.
-        bytes: of them.
+        bytes: counted as they were sent.
         seconds: that it took, waits included.
         fault: why not all was sent.
     """

@@ -102,16 +102,16 @@ class Sender:
 
     def _fill(self, link: Link, endpoint: Endpoint) -> Sent:
         start = time.perf_counter()
-        digest, fault = "", ""
+        digest, fault = CopiesDigest(), ""
         try:
-            digest = self._write(link, self._slot(link[1], endpoint))
+            self._write(link, self._slot(link[1], endpoint), digest)
         except FAULTS as error:
             fault = f"{type(error).__name__}: {error}"
-        return Sent(digest, self._bytes(link), time.perf_counter() - start, fault)
+        seconds = time.perf_counter() - start
+        return Sent("" if fault else digest.hex(), digest.bytes, seconds, fault)
 
-    def _write(self, link: Link, slot: Slot) -> str:
+    def _write(self, link: Link, slot: Slot, digest: CopiesDigest) -> None:
         """Write the copies; what is hashed is what was read, not what was written."""
-        digest = CopiesDigest()
         for number in self._sends[link]:
             copy = self._plan.copies[number]
             values, parameter = self._values(number), slot.tensor(copy.parameter)
@@ -119,7 +119,6 @@ class Sender:
                 flat = gather(values, start, stop)
                 digest.add(flat)
                 scatter(flat, parameter, copy.target, start)
-        return digest.hex()
 
     def _stream(self, links: list[Link], endpoint: Endpoint) -> dict[Link, Sent]:
         """Send bucket n to every rank before bucket n + 1 to any."""
@@ -141,7 +140,7 @@ class Sender:
             for stream in streams.values():
                 stream.close()
         return {
-            link: Sent(digests[link], self._bytes(link), stream.seconds, stream.fault)
+            link: Sent(digests[link], stream.bytes, stream.seconds, stream.fault)
             for link, stream in streams.items()
         }
 
@@ -166,9 +165,6 @@ class Sender:
         """The copy's elements in this rank's tensor, in their order."""
         found = self._plan.copies[copy]
         return read(self._tensors[found.weight].detach(), found.source)
-
-    def _bytes(self, link: Link) -> int:
-        return sum(self._plan.bytes_of(self._plan.copies[n]) for n in self._sends[link])
 
     def _slot(self, rank: int, endpoint: Endpoint) -> Slot:
         """The slot, mapped once: each engine rank has two."""

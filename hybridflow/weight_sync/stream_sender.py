@@ -105,6 +105,11 @@ class Stream:
         if number < len(self.buckets):
             self._keep_fault(lambda: self._send(number))
 
+    @property
+    def bytes(self) -> int:
+        """That were packed so far, without trailers."""
+        return self._digest.bytes
+
     def finish(self) -> str:
         """Wait until all was taken where the channel tells; the digest, empty after a fault."""
         if self._pipe is not None:

@@ -146,13 +146,19 @@ def trailer(nonce: str, number: int, payload: Tensor) -> bytes:
 
 
 class CopiesDigest:
-    """SHA-256 over the bytes of copies, one after the other, as their sender and receiver see."""
+    """SHA-256 over the bytes of copies, one after the other, as their sender and receiver see.
+
+    Attributes:
+        bytes: taken so far.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
+        self.bytes = 0
 
     def add(self, flat: Tensor) -> None:
         """Take a flat CPU tensor's bytes."""
+        self.bytes += flat.nbytes
         self._digest.update(flat.contiguous().view(torch.uint8).numpy().data)
 
     def add_all(self, values: Tensor) -> None:
