@@ -14,8 +14,9 @@ from hybridflow.cluster.host import (
     WorkerHost,
     free_port,
     init_arguments,
+    this_node,
 )
-from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave, slots_of
+from hybridflow.cluster.session import GroupRegister, Place, Pool, as_layout, leave, slots_of
 from hybridflow.cluster.transfer import Piece
 from megatron_bridge.layout import ParallelLayout
 
@@ -39,7 +40,7 @@ class LocalSession:
         """Any number of slots: nothing is reserved in one process."""
         if slots < 1:
             raise ValueError(f"pool '{name}': at least one slot is needed, got {slots}")
-        return Pool(name, slots)
+        return Pool(name, (Place(this_node().id),) * slots)
 
     def group(
         self,

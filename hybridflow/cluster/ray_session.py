@@ -6,28 +6,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from hybridflow.cluster import processes, ray_runtime
+from hybridflow.cluster import processes, ray_runtime, ray_slots
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import init_arguments
+from hybridflow.cluster.ray_slots import GROUPS_PER_SLOT
 from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave, slots_of
 from megatron_bridge.layout import ParallelLayout
-
-GROUPS_PER_SLOT = 8
-"""How many groups may share a slot: each takes this fraction of it."""
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """A placement group, and its bundles in the order of ranks with the node of each."""
-
-    placement: Any
-    bundles: tuple[int, ...]
-    nodes: tuple[str, ...]
 
 
 class RaySession:
@@ -107,8 +95,9 @@ class RaySession:
             time.sleep(0.2)
 
     def pool(self, name: str, slots: int) -> Pool:
-        """Reserves slots, on as few nodes as possible; slots of one node are neighbours."""
-        from ray.util.placement_group import placement_group, placement_group_table
+        """Reserves slots, on as few nodes as possible; slots of one node are neighbours, those of
+        the node with most of them first."""
+        from ray.util.placement_group import placement_group
 
         if name in self._pools:
             raise ValueError(f"the session has a pool '{name}' already; choose another name")
@@ -127,10 +116,8 @@ class RaySession:
             )
         self._taken += slots
         self._pools.add(name)
-        node_of = placement_group_table(placement)["bundles_to_node_id"]
-        order = tuple(sorted(range(slots), key=lambda index: (node_of[index], index)))
-        nodes = tuple(node_of[index] for index in order)
-        return Pool(name, slots, _Slots(placement, order, nodes))
+        held, places = ray_slots.place(placement, self._gpus, self._start_seconds)
+        return Pool(name, places, held)
 
     def group(
         self,
@@ -164,7 +151,7 @@ class RaySession:
         mark = f"{self.mark}{name}/"
         slots = range(0) if pool is None else slots_of(name, layout.world, pool, first_slot)
         options = self._options(name, layout.world, pool, slots, mark, threads)
-        one_node = pool is not None and len({pool.handle.nodes[slot] for slot in slots}) == 1
+        one_node = pool is not None and len({pool.places[slot].node for slot in slots}) == 1
         surroundings = [
             self._surroundings(f"{name}-{rank}", one_node) for rank in range(layout.world)
         ]
@@ -207,21 +194,8 @@ class RaySession:
         common = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
         if pool is None:
             return [{**common, "scheduling_strategy": "SPREAD"} for _ in range(world)]
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         self._take(name, pool, slots)
-        share = 1 / GROUPS_PER_SLOT
-        return [
-            {
-                **common,
-                "num_cpus": share,
-                "num_gpus": share if self._gpus else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    pool.handle.placement, placement_group_bundle_index=bundle
-                ),
-            }
-            for bundle in (pool.handle.bundles[slot] for slot in slots)
-        ]
+        return [{**common, **share} for share in pool.handle.options(slots)]
 
     def _take(self, name: str, pool: Pool, slots: range) -> None:
         """Notes who takes the slots; ``ValueError`` when one of them is full."""

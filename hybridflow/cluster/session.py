@@ -5,20 +5,37 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from hybridflow.cluster.errors import ClusterError
 from hybridflow.cluster.group import CLOSE_SECONDS, WorkerGroup
 from megatron_bridge.layout import ParallelLayout
 
 
+class Place(NamedTuple):
+    """Where a slot is.
+
+    Attributes:
+        node: id of its machine; slots of one node are neighbours.
+        gpu: number of its GPU there; None where slots are no GPUs.
+    """
+
+    node: str
+    gpu: int | None = None
+
+
 @dataclass(frozen=True)
 class Pool:
-    """Device slots that groups may share; ``handle`` is the session's own."""
+    """Device slots that groups may share, each in its place; ``handle`` is the session's own."""
 
     name: str
-    slots: int
+    places: tuple[Place, ...]
     handle: Any = None
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return len(self.places)
 
 
 class Session(Protocol):

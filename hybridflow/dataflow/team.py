@@ -14,6 +14,7 @@ from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.publisher import Publisher
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.placement import engine_slots
 from hybridflow.recipe.schema import OptimizerSection, Recipe
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet
@@ -62,7 +63,7 @@ class Team:
             home = plan.pool_of(role)
             pool = None if home is None else pools[home.name]
             if self.kinds[role] == "rollout":
-                engines = _engines(recipe, session, pool)
+                engines = _engines(plan, session, pool)
                 continue
             worker, layout, settings = self._member(role, self.kinds[role], stage)
             self.groups[role] = session.group(role, worker, layout, pool, settings)
@@ -201,23 +202,27 @@ def optimizer_settings(stage: Stage) -> OptimizerSettings:
     )
 
 
-def _engines(recipe: Recipe, session: Session, pool: Pool | None) -> list[RolloutEngine]:
-    """Every rollout engine, starting: one group each, on its own slots of the pool."""
-    section = recipe.roles.rollout
+def _engines(plan: Plan, session: Session, pool: Pool | None) -> list[RolloutEngine]:
+    """Every rollout engine, starting: one group each, on the first of its server's slots."""
+    assert pool is not None, "a rollout has devices"
+    section = plan.recipe.roles.rollout
     parent = section.sync.directory if section.sync.transport == "direct" else None
-    settings = {"server": _server(recipe), "sync_parent": parent}
+    settings = {"server": _server(plan.recipe), "sync_parent": parent}
+    parallel, nodes = section.parallel, [place.node for place in pool.places]
+    servers = engine_slots(nodes, parallel.tp, parallel.dp, plan.trainer_beside_rollout)
 
-    def engine(index: int) -> RolloutEngine:
-        name = "rollout" if section.parallel.dp == 1 else f"rollout-{index}"
-        slot = index * section.parallel.tp
+    def engine(index: int, slots: tuple[int, ...]) -> RolloutEngine:
+        name = "rollout" if parallel.dp == 1 else f"rollout-{index}"
+        gpus = [gpu for slot in slots if (gpu := pool.places[slot].gpu) is not None]
+        own = settings | {"gpus": tuple(gpus) or None}
         return RolloutEngine(
             name,
-            partial(session.group, name, RolloutWorker, 1, pool, settings, first_slot=slot),
+            partial(session.group, name, RolloutWorker, 1, pool, own, first_slot=slots[0]),
             start_seconds=section.start_timeout_seconds,
             request_seconds=section.request_timeout_seconds,
         )
 
-    return [engine(index) for index in range(section.parallel.dp)]
+    return [engine(index, slots) for index, slots in enumerate(servers)]
 
 
 def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> EngineConfig:

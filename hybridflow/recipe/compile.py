@@ -119,6 +119,12 @@ class Plan:
         return next((pool for pool in self.pools.values() if role in pool.roles), None)
 
     @property
+    def trainer_beside_rollout(self) -> ParallelLayout | None:
+        """The actor's layout where the rollout uses its devices."""
+        together = self.pool_of("actor") is self.pool_of("rollout")
+        return self.layouts.get("actor") if together else None
+
+    @property
     def devices(self) -> int:
         """Devices that all pools need together."""
         return sum(pool.devices for pool in self.pools.values())

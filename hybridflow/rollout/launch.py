@@ -39,8 +39,10 @@ class ServerConfig:
     `python` is the interpreter of SGLang's venv (default `.venv-sglang/bin/python` of the
     checkout); the local engine runs in this one. `log_path` None keeps the log until `stop`. A
     `host` beyond loopback needs a `token`. `threads` are per rank; experts
-    are spread over `ep` groups of the `tp` ranks. `sync_folder` is the only folder
-    that published shards may come from (see `server_side`); None: they may not.
+    are spread over `ep` groups of the `tp` ranks. Without `prefix_cache` SGLang begins each prompt
+    anew; the local engine keeps no prefixes. `sync_folder` is the only folder
+    that published shards may come from (see `server_side`); None: they may not. `gpus` are the
+    machine's GPUs that its ranks use, in their order; None: the first ones that this process sees.
     """
 
     engine: str
@@ -48,6 +50,7 @@ class ServerConfig:
     dtype: str = "float32"
     device: str = "cpu"
     tp: int = 1
+    gpus: tuple[int, ...] | None = None
     ep: int = 1
     threads: int = 1
     max_running_requests: int | None = None
@@ -71,6 +74,10 @@ class ServerConfig:
             faults.append(f"the local engine has one rank, not tp {self.tp}; use engine: sglang")
         if self.engine == "local" and self.device != "cpu":
             faults.append("the local engine runs on the CPU; use engine: sglang on a GPU")
+        if self.gpus is not None and len(set(self.gpus)) != self.tp:
+            faults.append(f"gpus {self.gpus} are not one for each of tp {self.tp} ranks")
+        if self.gpus is not None and self.device == "cpu":
+            faults.append(f"gpus {self.gpus} of a server on the CPU")
         if self.token is None and not commands.is_loopback(self.host):
             faults.append(f"host {self.host} is open to the network and needs a token")
         if not (Path(self.model_path) / "config.json").is_file():

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hybridflow.recipe import placement
 from hybridflow.recipe.compile import Plan
 from hybridflow.weight_sync.layout import server_parameters
 from megatron_bridge import reshard, translation
@@ -91,22 +92,26 @@ class Wiring:
 
 
 def planned(plan: Plan, device: str = "cuda", sync: SyncSettings | None = None) -> Wiring:
-    """The wiring that a recipe's plan asks for, on hosts that are filled one after the other."""
+    """The wiring that a run of a recipe's plan has, on equal hosts.
+
+    Servers that are larger than a host, which no run starts, take neighbours.
+    """
     recipe = plan.recipe
     per_host = recipe.cluster.devices_per_node
-    first: dict[str, int] = {}
-    at = 0
-    for name, pool in plan.pools.items():
-        first[name] = at
-        at += pool.devices
+    pools = placement.packed(
+        (pool.devices for pool in plan.pools.values()), recipe.cluster.nodes, per_host
+    )
+    places = dict(zip(plan.pools, pools, strict=True))
 
-    def seats(role: str, count: int, offset: int = 0) -> tuple[Seat, ...]:
+    def seats(role: str) -> tuple[Seat, ...]:
         pool = plan.pool_of(role)
         assert pool is not None, f"a role without devices: {role}"
-        places = range(first[pool.name] + offset, first[pool.name] + offset + count)
-        return tuple(Seat(f"host {n // per_host}", n % per_host) for n in places)
+        return tuple(Seat(f"host {host}", device) for host, device in places[pool.name])
 
     layout, servers = plan.layouts["actor"], recipe.roles.rollout.parallel
+    slots = seats("rollout")
+    hosts = [seat.host for seat in slots] if servers.tp <= per_host else [None] * len(slots)
+    engines = placement.engine_slots(hosts, servers.tp, servers.dp, plan.trainer_beside_rollout)
     return Wiring(
         model_path=recipe.model.path,
         layout=layout,
@@ -114,8 +119,8 @@ def planned(plan: Plan, device: str = "cuda", sync: SyncSettings | None = None) 
         tp=servers.tp,
         ep=servers.ep,
         device=device,
-        trainer=seats("actor", layout.world),
-        engines=tuple(seats("rollout", servers.tp, n * servers.tp) for n in range(servers.dp)),
+        trainer=seats("actor")[: layout.world],
+        engines=tuple(tuple(slots[slot] for slot in engine) for engine in engines),
         sync=sync or settings(plan, recipe.roles.rollout.sync.directory),
     )
 

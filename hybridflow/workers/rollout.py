@@ -38,8 +38,10 @@ class RolloutWorker:
     """Starts a server beside itself and ends it with itself.
 
     A server's failure is an answer, an ``EngineFault``: this process goes on and can start the
-    server anew. ``sync_parent`` is where its folder of shared memory is made; None: the host's
-    memory. ``hang_seconds`` is how long a server that generates may leave /health unanswered.
+    server anew. ``gpus`` are this machine's that the server's ranks use, in their order; None:
+    those that this process sees. ``sync_parent`` is where its folder of shared memory is made;
+    None: the host's memory. ``hang_seconds`` is how long a server that generates may leave /health
+    unanswered.
     """
 
     def __init__(
@@ -49,14 +51,20 @@ class RolloutWorker:
         rendezvous: tuple[str, int],
         *,
         server: ServerConfig,
+        gpus: tuple[int, ...] | None = None,
         sync_parent: str | None = None,
         hang_seconds: float = _HANG_SECONDS,
     ) -> None:
         assert world == 1, "each rollout engine is a group of its own"
         kind = "cuda" if device.on_gpu() else "cpu"
+        if kind == "cpu" and gpus is not None:
+            raise ValueError(
+                f"the rollout server has GPUs {gpus}, and torch finds no CUDA device here; install "
+                "torch for CUDA"
+            )
         self._folder = own_folder(sync_parent or memory())
         self._side: EngineSide | None = None
-        self._config = replace(server, device=kind, sync_folder=self._folder)
+        self._config = replace(server, device=kind, gpus=gpus, sync_folder=self._folder)
         self._hang_seconds = hang_seconds
         try:
             self._use(start_server(self._config))
@@ -135,10 +143,10 @@ class RolloutWorker:
     @transfer(ONE_TO_ALL)
     def seats(self) -> tuple[Seat, ...]:
         """Where each rank of the server runs."""
-        here, first = this_node().id, device.index()
-        return tuple(
-            Seat(here, None if first is None else first + rank) for rank in range(self._config.tp)
-        )
+        tp, here = self._config.tp, this_node().id
+        if self._config.device == "cpu":
+            return (Seat(here, None),) * tp
+        return tuple(Seat(here, gpu) for gpu in self._config.gpus or device.visible()[:tp])
 
     @transfer(ONE_TO_ALL)
     def device_kind(self) -> str:

@@ -19,12 +19,18 @@ def device() -> torch.device:
 
 def index() -> int | None:
     """The GPU's number on this machine; None without one."""
-    if not on_gpu():
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    numbers = [name for name in visible.split(",") if name.isdigit()]
-    current = torch.cuda.current_device()
-    return int(numbers[current]) if current < len(numbers) else current
+    return visible()[torch.cuda.current_device()] if on_gpu() else None
+
+
+def visible() -> list[int]:
+    """Numbers on this machine of the GPUs that this process sees, in CUDA's order.
+
+    Where CUDA_VISIBLE_DEVICES does not give numbers: how CUDA counts them here.
+    """
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [int(name) for name in names if name.strip().isdigit()]
+    return numbers[:count] if len(numbers) >= count else list(range(count))
 
 
 def backend() -> str:

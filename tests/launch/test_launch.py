@@ -58,8 +58,8 @@ def _environment(home: Path) -> dict[str, str]:
     return {**kept, "HOME": str(home)}
 
 
-def _node(script: str, scratch: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [str(ROOT / "launch" / script), *options, "--block", "--num-cpus=1"]
+def _node(script: str, scratch: Path, at: str, *options: str) -> subprocess.Popen[bytes]:
+    command = [str(ROOT / "launch" / script), at, "--block", "--num-cpus=1", *options]
     with (scratch / f"{script}.log").open("wb") as log:
         return subprocess.Popen(
             [*command, "--object-store-memory=100000000"],
@@ -90,11 +90,37 @@ def test_head_and_worker_are_two_nodes_of_one_cluster(scratch: Path) -> None:
         for pid in map(int, [*said["children"], *said["workers"]]):
             assert not psutil.pid_exists(pid), "the session ended its processes on either node"
     finally:
-        family = [child for node in nodes for child in _tree(node.pid)]
-        for node in nodes[::-1]:
-            node.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(family, timeout=60)
+        left = _end(nodes)
     assert left == []
+
+
+@pytest.mark.slow
+def test_a_slot_is_one_gpu_for_all_that_work_in_it(scratch: Path) -> None:
+    """Ray counts GPUs and tells its workers which they have; that it does without any GPU."""
+    port = free_port()
+    sizes = ("--num-cpus=4", "--num-gpus=4", f"--temp-dir={scratch}/ray")
+    head = _node("ray_head.sh", scratch, str(port), *sizes)
+    try:
+        _wait_for(scratch / "ray_head.sh.log", "Ray runtime started", head)
+        env = {**_environment(scratch), "PYTHONPATH": str(ROOT)}
+        address = f"{socket.gethostbyname(socket.gethostname())}:{port}"
+        command = [sys.executable, "-m", "tests.launch.gpu_slots", address]
+        driver = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
+        )
+        assert driver.returncode == 0, driver.stderr
+        assert driver.stdout.split() == ["gpus", "0", "1", "2", "3"]
+    finally:
+        left = _end([head])
+    assert left == []
+
+
+def _end(nodes: list[subprocess.Popen[bytes]]) -> list[psutil.Process]:
+    """End the nodes, the last one first; processes of theirs that are left."""
+    family = [child for node in nodes for child in _tree(node.pid)]
+    for node in nodes[::-1]:
+        node.send_signal(signal.SIGTERM)
+    return psutil.wait_procs(family, timeout=60)[1]
 
 
 def _tree(pid: int) -> list[psutil.Process]:

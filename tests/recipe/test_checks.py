@@ -103,6 +103,16 @@ def test_sglang_needs_heads_that_divide(workspace: Path):
     assert len(found) == 1 and "tp=3 does not divide num_key_value_heads=2" in found[0]
 
 
+def test_a_servers_ranks_are_on_one_node(workspace: Path):
+    sglang = ("roles.rollout.engine=sglang", f"roles.rollout.python={sys.executable}")
+    nodes = ("roles.rollout.parallel={tp: 2, dp: 2}", "cluster={nodes: 3, devices_per_node: 2}")
+    assert faults_of(*sglang, *nodes) == []
+    (found,) = faults_of(*sglang, *nodes, "cluster={nodes: 6, devices_per_node: 1}")
+    message, _, fix = found.partition(" Fix: ")
+    assert "2 rollout server(s) of tp=2 need 2 devices of one node each" in message
+    assert "choose a tp that divides" in fix
+
+
 def test_roles_that_live_apart_need_more_devices(workspace: Path):
     apart = ("roles.reference={parallel: {dp: 2}}", "cluster.devices_per_node=4")
     assert "need 5 devices (actor 2 + reference 2 + rollout 1)" in faults_of(*apart)[0]

@@ -61,6 +61,35 @@ def test_a_colocated_engine_takes_only_what_its_device_lacks(
     assert apart["gathered"] > 8 * apart["model"]
 
 
+@pytest.mark.parametrize(("actor", "tp", "dp"), [("tp: 8", 4, 2), ("tp: 4, pp: 2", 2, 4)])
+def test_a_colocated_run_moves_the_papers_volume(
+    actor: str,
+    tp: int,
+    dp: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each device keeps its training shard and takes (t p - t_g) / (t_g t p) of the model."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, f"{{{actor}}}", f"{{tp: {tp}, dp: {dp}}}", 1, ", colocate: actor")
+    found = planned(capsys)
+    moved, model = found["bytes"]["moved"], found["bytes"]["model"]
+    assert moved == found["bytes"]["lower_bound"] == found["bytes"]["host"]
+    paper = 8 * model * (8 - tp) / (8 * tp)
+    assert moved == pytest.approx(paper, rel=1e-4)  # norms are not cut
+
+
+def test_a_server_larger_than_a_host_is_planned_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 8}", "{tp: 8}", 4)
+    found = planned(capsys, "cluster.devices_per_node=4")
+    assert len(found["received"][0]) == 8
+    assert found["bytes"]["network"] == found["bytes"]["moved"]
+
+
 def test_the_table_names_every_link_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.placement import engine_slots, packed
 
 
 def batch_faults(context: Context) -> Iterator[Fault]:
@@ -99,6 +100,25 @@ def device_faults(context: Context) -> Iterator[Fault]:
             yield context.fault(f"roles.{pool.name}.parallel", what, "make them no larger")
 
 
+def server_device_faults(context: Context) -> Iterator[Fault]:
+    """Servers whose ranks would not be on one node."""
+    plan, cluster = context.plan, context.recipe.cluster
+    pool = plan.pool_of("rollout")
+    parallel = context.recipe.roles.rollout.parallel
+    if pool is None or plan.devices > cluster.nodes * cluster.devices_per_node:
+        return
+    pools = packed(
+        (p.devices for p in plan.pools.values()), cluster.nodes, cluster.devices_per_node
+    )
+    places = dict(zip(plan.pools, pools, strict=True))[pool.name]
+    hosts = [host for host, _ in places]
+    try:
+        engine_slots(hosts, parallel.tp, parallel.dp, plan.trainer_beside_rollout)
+    except ValueError as error:
+        what, _, fix = str(error).partition(": ")
+        yield context.fault("roles.rollout.parallel", what, fix)
+
+
 BATCH = (
     *("data.prompts_per_step", "data.samples_per_prompt", "roles.actor.parallel"),
     *("roles.actor.mini_batches", "roles.actor.epochs", "warm_start"),
@@ -107,6 +127,10 @@ SCHEDULE = (
     *("steps", "roles.actor.optimizer", "roles.actor.mini_batches", "roles.actor.epochs"),
     *("warm_start", "dataflow"),
 )
+DEVICES = (
+    *("cluster", "dataflow", "warm_start.dataflow", "roles.reference"),
+    *("roles.actor.parallel", "roles.rollout.parallel", "roles.rollout.colocate"),
+)
 LENGTHS = ("data.max_prompt_tokens", "roles.rollout.sampling.max_tokens")
 
 CHECKS = (
@@ -114,11 +138,6 @@ CHECKS = (
     Check(("data.prompts_per_step", "roles.reference", "dataflow"), reference_batch_faults),
     Check((*LENGTHS, "roles.actor.micro_batch_tokens", "roles.reference"), micro_batch_faults),
     Check(SCHEDULE, schedule_faults),
-    Check(
-        (
-            *("cluster", "dataflow", "warm_start.dataflow", "roles.reference"),
-            *("roles.actor.parallel", "roles.rollout.parallel", "roles.rollout.colocate"),
-        ),
-        device_faults,
-    ),
+    Check(DEVICES, device_faults),
+    Check(DEVICES, server_device_faults),
 )
