@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -64,8 +65,10 @@ class ActorHost(WorkerHost):
         super().__init__()
         surroundings.enter()
         self._address = surroundings.address
-        node = ray.get_runtime_context().get_node_id()
-        set_this_node(Node(node, ray.util.get_node_ip_address()))
+        node = Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        set_this_node(node)
+        if self._address is None:
+            _meet_at(node.address)
 
     def rendezvous(self) -> Rendezvous:
         """Where the group meets: an address of this node and a port that is free on it."""
@@ -153,6 +156,14 @@ class ActorRanks:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._end()
+
+
+def _meet_at(address: str) -> None:
+    """Has gloo use the interface of ``address``, unless the environment names one: by itself it
+    takes what the host's name resolves to, which /etc/hosts often makes a loopback address."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in (found.address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _cause(text: str) -> str:

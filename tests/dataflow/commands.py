@@ -93,6 +93,7 @@ class TrainCommand:
         """Kill the run and all that it started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.stdout is not None and not self.process.stdout.closed:
             self.output, _ = self.process.communicate(timeout=DEADLINE)
         for process in self.processes():
             process.kill()
