@@ -3,8 +3,7 @@
 # Those whose parameters in a real SGLang `hybridflow.weight_sync.layout` was proven to know: a
 # server that loaded a checkpoint has the digest that the layout makes of it, on one rank, on two,
 # and with experts spread over two (`tests/rollout/test_layout_sglang.py`). Published weights are
-# proven by such digests. On a CPU SGLang loads DeepSeek and Qwen2-MoE, but cannot run them: there
-# the server ends at its first request.
+# proven by such digests.
 SERVED = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -20,6 +19,10 @@ SERVED = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+
+# Those among them that SGLang loads on a CPU, but cannot run there: its first request ends the
+# server.
+GPU_ONLY = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM")
 
 # Those whose forward pass the local engine has.
 LOCAL = (

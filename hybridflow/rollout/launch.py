@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.served import GPU_ONLY
 from hybridflow.rollout import commands, supervise
 from hybridflow.rollout.client import RolloutClient, RolloutTimeout
 
@@ -198,6 +199,7 @@ def start_server(config: ServerConfig) -> Server:
 
     ValueError for a config that cannot work; ServerDied or RolloutTimeout with the log's tail.
     """
+    _refuse_what_cannot_run(config)
     for attempt in range(_PORT_TRIES):
         server = Server(config, 0 if config.engine == "local" else _free_port(config.host))
         try:
@@ -212,6 +214,24 @@ def start_server(config: ServerConfig) -> Server:
             raise
         return server
     raise AssertionError("the last try returns or raises")
+
+
+def _refuse_what_cannot_run(config: ServerConfig) -> None:
+    """ValueError for models that SGLang's operators for the CPU load, but cannot run."""
+    if config.engine != "sglang" or config.device != "cpu":
+        return
+    model = json.loads((Path(config.model_path) / "config.json").read_text())
+    name = (model.get("architectures") or ["none"])[0]
+    faults = []
+    if name in GPU_ONLY:
+        faults.append(f"{name} of {config.model_path}; sample from another model, or on a GPU")
+    if config.ep > 1:
+        faults.append(
+            f"experts that are spread over ranks (ep {config.ep}); set roles.rollout.parallel.ep "
+            "to 1, or sample on a GPU"
+        )
+    if faults:
+        raise ValueError(f"rollout server: SGLang on a CPU cannot run {'; nor '.join(faults)}.")
 
 
 def _free_port(host: str) -> int:

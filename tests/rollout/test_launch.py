@@ -1,5 +1,6 @@
 """Servers end when they should, and say why when they should not have."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from hybridflow.recipe.served import GPU_ONLY
 from hybridflow.rollout import ServerConfig, ServerDied, start_server
 
 _STARTER = """
@@ -102,6 +104,16 @@ def test_a_token_is_asked_for_and_stop_ends_everything(tiny_model: Path):
         server.stop()
     server.stop()
     assert _gone(server.pid) and _gone(child) and not server.folder.exists()
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_what_sglang_cannot_run_on_a_cpu_is_refused_before_a_server_starts(tmp_path: Path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(ValueError, match=f"on a CPU cannot run {name} .*on a GPU; nor experts"):
+        start_server(ServerConfig("sglang", tmp_path, tp=2, ep=2))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"spread over ranks \(ep 2\); set .* to 1"):
+        start_server(ServerConfig("sglang", tmp_path, tp=2, ep=2))
 
 
 def test_bad_configs_are_refused_at_once(tiny_model: Path, tmp_path: Path):
