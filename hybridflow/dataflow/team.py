@@ -249,6 +249,7 @@ def _server(recipe: Recipe) -> ServerConfig:
         ep=section.parallel.ep,
         threads=section.threads,
         max_running_requests=section.max_running_requests,
+        prefix_cache=section.sync.pause != "in_place",
         start_timeout=section.start_timeout_seconds,
         request_timeout=section.request_timeout_seconds,
         python=section.python,

@@ -66,6 +66,7 @@ def _sglang(config: ServerConfig, port: int, folder: Path) -> tuple[list[str], d
     command += ["--weight-version", str(config.version), "--random-seed", str(config.seed)]
     command += ["--max-running-requests", str(_running_requests(config))]
     command += ["--skip-tokenizer-init", "--grammar-backend", "none", "--log-level", "warning"]
+    command += [] if config.prefix_cache else ["--disable-radix-cache"]
     command += _sglang_cpu(config) if config.device == "cpu" else _sglang_gpu()
     if config.token is not None:
         content = json.dumps({"api-key": config.token})

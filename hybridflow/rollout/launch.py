@@ -55,6 +55,7 @@ class ServerConfig:
     ep: int = 1
     threads: int = 1
     max_running_requests: int | None = None
+    prefix_cache: bool = True
     seed: int = 0
     version: int = 0
     host: str = "127.0.0.1"

@@ -21,7 +21,11 @@ from safetensors.torch import load_file
 
 from hybridflow.recipe.served import SERVED
 from hybridflow.rollout import Sampling, ServerConfig, commands, start_server
+from hybridflow.rollout.client import RolloutClient
 from hybridflow.weight_sync import server_checksum
+from hybridflow.weight_sync.layout import server_parameters
+from hybridflow.weight_sync.layout.build import build
+from hybridflow.weight_sync.slots import SlotLayout, create_slot
 from tests.tiny_models import families, greedy, logprobs, make_model, reference
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13]]
@@ -69,13 +73,42 @@ def test_a_loaded_checkpoint_has_the_declared_layout(tmp_path: Path, family, tp,
     assert found == server_checksum(weights, config, tp, ep)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "qwen3"])
+def test_what_follows_from_parameters_is_made_anew(tmp_path: Path, family: str):
+    """Latent attention runs on tensors that SGLang derives from `kv_b_proj`."""
+    folder = make_model(tmp_path / "model", family)
+    config, weights = read(make_model(tmp_path / "other", family, seed=5))
+    sync = tmp_path / "sync"
+    sync.mkdir()
+    parameters = server_parameters(config)
+    slot = create_slot(sync / "slot", SlotLayout(parameters, torch.float32))
+    for index, parameter in enumerate(parameters):
+        slot.tensor(index).copy_(build(parameter, weights, torch.float32))
+    control = {
+        "operation": "standby",
+        "slot": slot.path.name,
+        "bytes": slot.layout.bytes,
+        "parameters": slot.layout.entries(),
+    }
+    with loaded_server(folder, tmp_path, 1, 1, sync) as url:
+        client = RolloutClient(url)
+        (status,) = client.load_through(sync, [control])
+        assert status.ok and ("derive" in status.seconds) == family.startswith("deepseek")
+        assert client.checksum() == server_checksum(weights, config)
+        (status,) = client.load_through(sync, [{"operation": "digest"}])
+        assert "derive" not in status.seconds
+
+
 def test_every_served_family_is_tried(tmp_path: Path):
     tried = {read(make_model(tmp_path / name, name))[0]["architectures"][0] for name in families()}
     assert set(SERVED) <= tried
 
 
 @contextmanager
-def loaded_server(folder: Path, work: Path, tp: int, ep: int) -> Iterator[str]:
+def loaded_server(
+    folder: Path, work: Path, tp: int, ep: int, sync: Path | None = None
+) -> Iterator[str]:
     """A server that has loaded the model; it need not be able to generate.
 
     SGLang's own operators on the CPU cannot run experts that are spread over ranks, so its first
@@ -84,7 +117,8 @@ def loaded_server(folder: Path, work: Path, tp: int, ep: int) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command, environment = commands.build(ServerConfig("sglang", folder, tp=tp), port, work)
+    config = ServerConfig("sglang", folder, tp=tp, sync_folder=sync)
+    command, environment = commands.build(config, port, work)
     command += ["--ep-size", str(ep), "--skip-server-warmup", "--mem-fraction-static", "0.5"]
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -171,11 +171,16 @@ class Publications:
 
 @contextmanager
 def engines(
-    model: Path, trained: Sequence[Path], folder: Path, count: int = 2, **server: Any
+    model: Path,
+    trained: Sequence[Path],
+    folder: Path,
+    count: int = 2,
+    kind: str = "local",
+    **server: Any,
 ) -> Iterator[Publications]:
     """``count`` engines of ``model``; afterwards nothing of them is left."""
-    deadlines = {"start_timeout": DEADLINE, "request_timeout": DEADLINE}
-    config = ServerConfig("local", model, **{**deadlines, **server})
+    deadlines = {"start_timeout": 400.0, "request_timeout": DEADLINE}
+    config = ServerConfig(kind, model, **deadlines, **server)
     with ThreadPoolExecutor(count) as pool:
         made = list(pool.map(lambda n: EngineUnderTest(n, config, folder), range(count)))
     try:

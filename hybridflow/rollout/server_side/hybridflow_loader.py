@@ -45,17 +45,28 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> Non
     except BaseException as error:  # noqa: BLE001 - raising would end the server
         _complain(f"a request that cannot be read: {error!r}")
         return
-    serve(parameters, rank, text)
+    # Models with latent attention keep tensors that SGLang derived from their parameters.
+    serve(parameters, rank, text, getattr(model, "post_load_weights", None))
 
 
-def serve(parameters: Mapping[str, Tensor], rank: int, text: str | bytes) -> None:
-    """Do what the control JSON asks of this rank's live parameters, and write its status."""
+def serve(
+    parameters: Mapping[str, Tensor],
+    rank: int,
+    text: str | bytes,
+    derive: Callable[[], object] | None = None,
+) -> None:
+    """Do what the control JSON asks of this rank's live parameters, and write its status.
+
+    `derive` makes anew what follows from them; called when they were loaded.
+    """
     job = None
     try:
         folder = sync_folder()
         control = json.loads(text)
         job = Job(parameters, rank, control, folder)
         job.run(_OPERATIONS)
+        if derive is not None and job.status["touched"]:
+            job.timed("derive", derive)
     except BaseException as error:  # noqa: BLE001 - raising would end the server
         fault = str(error) if isinstance(error, LoadFault) else repr(error)
         if job is None:
