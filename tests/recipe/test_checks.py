@@ -103,6 +103,14 @@ def test_sglang_needs_heads_that_divide(workspace: Path):
     assert len(found) == 1 and "tp=3 does not divide num_key_value_heads=2" in found[0]
 
 
+def test_nodes_share_no_memory(workspace: Path):
+    nodes = ("cluster={nodes: 2, devices_per_node: 2}", "roles.rollout.sync.transport=disk")
+    (found,) = faults_of(*nodes)
+    assert "/dev/shm is the memory of one machine" in found and "all nodes share" in found
+    assert faults_of(*nodes, "roles.rollout.sync.directory=.") == []
+    assert faults_of(nodes[0]) == []
+
+
 def test_a_servers_ranks_are_on_one_node(workspace: Path):
     sglang = ("roles.rollout.engine=sglang", f"roles.rollout.python={sys.executable}")
     nodes = ("roles.rollout.parallel={tp: 2, dp: 2}", "cluster={nodes: 3, devices_per_node: 2}")

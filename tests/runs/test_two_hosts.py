@@ -123,8 +123,11 @@ def alone(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _recipe(assets: Path, folder: Path) -> Path:
+    """The tiny recipe with a reward that every step has something to learn from."""
+    told = recipe_of(assets, folder / "run")
+    told["roles"]["reward"] = {"function": "length", "parameters": {"budget": 1, "slack": 5}}
     path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(recipe_of(assets, folder / "run"), sort_keys=False))
+    path.write_text(yaml.safe_dump(told, sort_keys=False))
     return path
 
 
@@ -170,7 +173,9 @@ def test_actor_and_rollout_on_two_hosts_learn_what_one_host_learns(
     assert not run.left_over()
     assert [_roles(host) for host in cluster.both] == [set(), set()]
     folder = tmp_path / "run"
-    assert _learned(folder) == _learned(alone)
+    learned = _learned(folder)
+    assert learned == _learned(alone)
+    assert all(metrics["update/grad_norm"] > 0 for metrics in learned[0])
     _check_versions(folder)
     traffic = planned(compile_recipe(load_recipe(recipe, [*APART, *way])), "cpu").routes.traffic()
     assert traffic.total.network == traffic.lower_bound == traffic.needed

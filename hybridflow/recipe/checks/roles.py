@@ -130,6 +130,11 @@ def transport_faults(context: Context) -> Iterator[Fault]:
         what = f"full_every counts versions on disk; `{sync.transport}` writes none"
         fix = "remove it, or use transport: disk"
         yield context.fault("roles.rollout.sync.full_every", what, fix)
+    memory = Path(sync.directory).resolve().is_relative_to("/dev/shm")
+    if sync.transport == "disk" and memory and context.recipe.cluster.nodes > 1:
+        what = f"{sync.directory} is the memory of one machine; the other nodes would not see it"
+        fix = "name a folder of a file system that all nodes share, or use transport: direct"
+        yield context.fault("roles.rollout.sync.directory", what, fix)
     if sync.pause == "in_place" and rollout.max_staleness == 0:
         what = (
             "pause: in_place goes on with a cache of older weights, which max_staleness 0 excludes"
