@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.weight_sync import cuda_ipc
 from hybridflow.weight_sync.areas import create_areas, reset_areas, stop_areas
 from hybridflow.weight_sync.checksum import engine_digest, rank_digest
+from hybridflow.weight_sync.cuda_ipc import share_a_device
 from hybridflow.weight_sync.endpoint import stream_name
 from hybridflow.weight_sync.receiver import LoaderClient, Proofs, Receiver
 from hybridflow.weight_sync.streams import TRAILER, Bucket, entries
+from megatron_bridge.reshard import Routes
 
 _PAGE = 4096
 
@@ -18,10 +21,21 @@ _PAGE = 4096
 class BucketedReceiver(Receiver):
     """Each stream has room for two buckets in shared memory, and there is no way back.
 
+    Where both ends are on one GPU the sender has the room there, and the file says where.
+
     A server whose load failed holds parts of two versions until the version was sent again.
     """
 
     mode = "bucketed"
+
+    def __init__(self, routes: Routes, engine: int, *args: Any, **named: Any) -> None:
+        super().__init__(routes, engine, *args, **named)
+        self._on_device = {
+            (source, rank)
+            for rank, sources in enumerate(self._receives)
+            for source in sources
+            if share_a_device(routes.trainer[source], routes.engines[engine][rank])
+        }
 
     def _places(self, version: int) -> dict[str, Any]:
         """A file of two buckets for each stream, no larger than what passes through it."""
@@ -116,7 +130,9 @@ class BucketedReceiver(Receiver):
             path, area = self._area(source, rank, buckets)
             told = [{"bytes": b.bytes, "entries": entries(self._plan, b)} for b in buckets]
             name = stream_name(source, (self._engine, rank))
-            streams[rank].append({"name": name, "file": path.name, "area": area, "buckets": told})
+            kind = cuda_ipc.KIND if (source, rank) in self._on_device else "shared_memory"
+            stream = {"name": name, "kind": kind, "file": path.name, "area": area, "buckets": told}
+            streams[rank].append(stream)
         return [
             {
                 "operation": "bucketed",
@@ -134,8 +150,10 @@ class BucketedReceiver(Receiver):
                 yield source, rank, self._buckets(source, rank)
 
     def _area(self, source: int, rank: int, buckets: Sequence[Bucket]) -> tuple[Path, int]:
-        largest = max(bucket.bytes for bucket in buckets) + TRAILER
         name = f"engine{self._engine}-rank{rank}-from{source}.buckets"
+        if (source, rank) in self._on_device:
+            return self._folder / name, cuda_ipc.ROOM
+        largest = max(bucket.bytes for bucket in buckets) + TRAILER
         return self._folder / name, -(-largest // _PAGE) * _PAGE
 
     def _live_box(self, number: int) -> list:

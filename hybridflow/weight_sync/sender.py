@@ -1,7 +1,8 @@
 """The trainer's side of a publication: one rank writes its copies to where engines take them from.
 
 On an engine's own host that is a slot (standby) or a mapped file of two buckets (bucketed), both in
-shared memory; to other hosts buckets go through a channel of the process's own.
+shared memory, or for buckets to a rank on its own GPU memory there; to other hosts buckets go
+through a channel of the process's own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ import torch
 from torch import Tensor
 
 from hybridflow.weight_sync.areas import AreaSender
+from hybridflow.weight_sync.cuda_ipc import CudaIpcPipe, share_a_device
 from hybridflow.weight_sync.endpoint import Endpoint, Link, Sent, stream_name
 from hybridflow.weight_sync.slots import Slot, SlotLayout, open_slot
-from hybridflow.weight_sync.stream_sender import FAULTS, AreaPipe, Channel, RemotePipe, Stream
+from hybridflow.weight_sync.stream_sender import (
+    FAULTS,
+    AreaPipe,
+    Channel,
+    Pipe,
+    RemotePipe,
+    Stream,
+)
 from hybridflow.weight_sync.streams import (
     STAGING,
+    TRAILER,
     Bucket,
     CopiesDigest,
     cut,
@@ -58,6 +68,11 @@ class Sender:
         self._tensors: Mapping[int, Tensor] = {}
         self._sends = routes.sends(rank)
         self._host = routes.trainer[rank].host
+        self._own_device = {
+            (engine, place)
+            for engine, place in self._sends
+            if share_a_device(routes.trainer[rank], routes.engines[engine][place])
+        }
         dtype = getattr(torch, self._plan.dtype)
         self._layouts = [SlotLayout(parameters, dtype) for parameters in self._plan.targets]
         self._slots: dict[str, Slot] = {}
@@ -144,10 +159,14 @@ class Sender:
             for link, stream in streams.items()
         }
 
-    def _pipe(self, link: Link, endpoint: Endpoint) -> AreaPipe | RemotePipe:
+    def _pipe(self, link: Link, endpoint: Endpoint) -> Pipe:
         name = stream_name(self._rank, link)
         if endpoint.host == self._host:
             path, area = endpoint.areas[self._rank, link[1]]
+            if link in self._own_device:
+                largest = max(bucket.bytes for bucket in self._cut(link, endpoint.bucket)) + TRAILER
+                device = next(iter(self._tensors.values())).device
+                return CudaIpcPipe(Path(path), largest, device, name, endpoint.seconds)
             return AreaPipe(AreaSender(Path(path), area, name, endpoint.seconds))
         if self._connect is None:
             raise RuntimeError(

@@ -30,6 +30,26 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
+class Pipe(Protocol):
+    """A stream's way."""
+
+    def area(self, number: int, size: int) -> Tensor:
+        """Where bucket ``number`` is packed, uint8 [size]."""
+        ...
+
+    def commit(self, number: int, area: Tensor) -> None:
+        """It is whole."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until every bucket was taken, where the way tells."""
+        ...
+
+    def close(self) -> None:
+        """End the stream."""
+        ...
+
+
 class AreaPipe:
     """Buckets through shared memory: packed where the receiver takes them from."""
 
@@ -93,10 +113,10 @@ class Stream:
         buckets: Sequence[Bucket],
         values: Callable[[int], Tensor],
         nonce: str,
-        open_pipe: Callable[[], AreaPipe | RemotePipe],
+        open_pipe: Callable[[], Pipe],
     ) -> None:
         self.buckets, self._values, self._nonce, self._open = buckets, values, nonce, open_pipe
-        self._pipe: AreaPipe | RemotePipe | None = None
+        self._pipe: Pipe | None = None
         self._digest = CopiesDigest()
         self.fault, self.seconds = "", 0.0
 

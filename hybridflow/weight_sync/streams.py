@@ -20,8 +20,8 @@ from megatron_bridge.reshard import Copy, ReshardPlan
 
 TRAILER = 32
 """Bytes behind a bucket: the SHA-256 over the publication's nonce, its number and its bytes."""
-STAGING = 32 << 20
-"""Bytes that are moved or hashed at once where elements do not lie in a row."""
+STAGING = 4 << 20
+"""Bytes that are moved or hashed at once: they stay in the processor's cache in between."""
 _ALIGNMENT = 8  # bytes; a multiple of every dtype's size
 
 
@@ -139,9 +139,10 @@ def entries(plan: ReshardPlan, bucket: Bucket) -> list[list]:
 
 
 def trailer(nonce: str, number: int, payload: Tensor) -> bytes:
-    """What goes behind the bucket `number`, whose bytes are `payload` (uint8 on the CPU)."""
+    """What goes behind the bucket `number`, whose bytes are `payload` (uint8, on any device)."""
     digest = hashlib.sha256(f"{nonce} {number} ".encode())
-    digest.update(payload.numpy().data)
+    for part in payload.split(STAGING):
+        digest.update(part.cpu().numpy().data)
     return digest.digest()
 
 

@@ -9,6 +9,10 @@ from typing import Any
 from torch import Tensor
 
 if __package__:
+    from hybridflow.rollout.server_side.cuda_ipc_channel import (
+        CudaIpcChannel,
+        open_device_channel,
+    )
     from hybridflow.rollout.server_side.loader_job import Job
     from hybridflow.rollout.server_side.shared_memory_channel import (
         SharedMemoryChannel,
@@ -16,11 +20,15 @@ if __package__:
     )
     from hybridflow.rollout.server_side.sync_files import LoadFault, refuse
 else:  # inside SGLang, this folder is on the path and the project is not
+    from cuda_ipc_channel import CudaIpcChannel, open_device_channel
     from loader_job import Job
     from shared_memory_channel import SharedMemoryChannel, open_channel
     from sync_files import LoadFault, refuse
 
 _TRAILER = 32
+_HASHED = 32 << 20
+"""Bytes of a bucket on a GPU that are brought to the host at once to be hashed."""
+Channel = SharedMemoryChannel | CudaIpcChannel
 
 
 def bucketed(job: Job) -> None:
@@ -34,14 +42,23 @@ def bucketed(job: Job) -> None:
         for fault in _bucket_faults(targets, bucket)
     ]
     refuse("the request's buckets do not fit the server's parameters", faults)
-    channels: list[SharedMemoryChannel] = []
+    channels: list[Channel] = []
     try:
         for stream in streams:
-            channels.append(open_channel(stream, job.folder, job.control["deadline"]))
+            channels.append(_open(job, stream, targets[0]))
         job.timed("stream", lambda: _drain(job, streams, channels, targets))
     finally:
         for channel in channels:
             channel.close()
+
+
+def _open(job: Job, stream: dict[str, Any], target: Tensor) -> Channel:
+    kind, seconds = stream["kind"], job.control["deadline"]
+    if kind == "shared_memory":
+        return open_channel(stream, job.folder, seconds)
+    if kind == "cuda_ipc":
+        return open_device_channel(stream, job.folder, seconds, target.device)
+    raise LoadFault(f"stream {stream['name']} is of the unknown kind {kind!r}.")
 
 
 def _bucket_faults(targets: list[Tensor], bucket: dict[str, Any]) -> list[str]:
@@ -63,7 +80,7 @@ def _bucket_faults(targets: list[Tensor], bucket: dict[str, Any]) -> list[str]:
 def _drain(
     job: Job,
     streams: list[dict[str, Any]],
-    channels: list[SharedMemoryChannel],
+    channels: list[Channel],
     targets: list[Tensor],
 ) -> None:
     """Bucket n of every stream before bucket n + 1 of any: all senders stay busy."""
@@ -85,8 +102,9 @@ def verified(name: str, nonce: str, number: int, whole: Tensor) -> Tensor:
     """
     payload, trailer = whole[:-_TRAILER], whole[-_TRAILER:]
     digest = hashlib.sha256(f"{nonce} {number} ".encode())
-    digest.update(payload.numpy().data)
-    if digest.digest() != bytes(trailer.numpy()):
+    for part in payload.split(_HASHED):
+        digest.update(part.cpu().numpy().data)
+    if digest.digest() != bytes(trailer.cpu().numpy()):
         raise LoadFault(f"bucket {number} of stream {name} is not what its sender hashed.")
     return payload
 
