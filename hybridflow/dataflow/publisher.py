@@ -65,6 +65,29 @@ class Publisher:
             repair_seconds=section.start_timeout_seconds + section.repair_seconds,
             on_event=on_event,
         )
+        if self._sync.transport == "direct":
+            self._prove_layout()
+
+    def _prove_layout(self) -> None:
+        """What servers loaded from the model's folder is what the plan makes of the actor's shards.
+
+        Raises:
+            ValueError: it is not, or an engine cannot take weights; says why for each.
+        """
+        links, overlaps = list(self._links.values()), self._sync.overlaps
+        loaded = {link.engine: link.phase("digest", 0).result() for link in links}
+        report = publish_to(links, self._send, 0, overlaps=overlaps, loads=not overlaps)
+        faults = {e: before.fault for e, before in loaded.items() if before.fault is not None}
+        faults |= {**report.failed, **report.behind}
+        for engine, digest in report.checksums.items():
+            if digest != loaded[engine].result:
+                faults[engine] = Fault("its parameters are others than those it loaded")
+        if faults:
+            lines = [f"- engine {engine}: {fault}" for engine, fault in sorted(faults.items())]
+            raise ValueError(
+                "the servers, which loaded the model's folder by themselves, were compared with "
+                "the actor's weights in their layout:\n" + "\n".join(lines)
+            )
 
     def actor_moved(self) -> None:
         """The actor's weights are no longer those of ``version``."""

@@ -144,13 +144,17 @@ class BroadcastInbox:
         assert sent is not None and sent.version == version, proofs
         if self._engine in sent.faults:
             raise WeightMismatch(f"{client.url}: not all was sent: {sent.faults[self._engine]}")
-        found = live_digest(client, self._wiring.device, self._local, self._wiring.tp)
+        found = self.digest(client)
         if found != sent.checksum:
             raise WeightMismatch(
                 f"{client.url} holds other weights than version {version}: its digest is "
                 f"{found[:16]}, the trainer's is {sent.checksum[:16]}"
             )
         return found
+
+    def digest(self, client: Any) -> str:
+        """The digest of the server's live parameters."""
+        return live_digest(client, self._wiring.device, self._local, self._wiring.tp)
 
     def restore(self, client: Any, version: int) -> str:
         """ValueError: nothing is kept here."""

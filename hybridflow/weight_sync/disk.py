@@ -107,13 +107,17 @@ class DiskInbox:
     def check(self, client: Any, version: int, proofs: Any) -> str:
         """The digest of the server's parameters; WeightMismatch when it is not the trainer's."""
         written, folder = self._held(version)
-        found = live_digest(client, self._wiring.device, self._local, self._wiring.tp)
+        found = self.digest(client)
         if found != written.checksum:
             raise WeightMismatch(
                 f"{client.url} holds other weights than version {version} in {folder}: its digest "
                 f"is {found[:16]}, the trainer's is {written.checksum[:16]}"
             )
         return found
+
+    def digest(self, client: Any) -> str:
+        """The digest of the server's live parameters."""
+        return live_digest(client, self._wiring.device, self._local, self._wiring.tp)
 
     def restore(self, client: Any, version: int) -> str:
         """Load the folder once more."""

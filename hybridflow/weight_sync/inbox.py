@@ -91,6 +91,10 @@ class Inbox(Protocol):
         """The digest of the server's live parameters, after comparing it with what was sent."""
         ...
 
+    def digest(self, client: Any) -> str:
+        """The digest of the server's live parameters."""
+        ...
+
     def restore(self, client: Any, version: int) -> str:
         """Bring a paused server whose weights are in doubt, or that was started anew, to a proven
         ``version``, without the trainer; its digest. ValueError: this inbox no longer holds it."""
@@ -101,7 +105,7 @@ class Inbox(Protocol):
         ...
 
 
-PHASES = ("open", "receive", "prove", "load", "confirm", "resume", "restore")
+PHASES = ("digest", "open", "receive", "prove", "load", "confirm", "resume", "restore")
 
 
 class EngineSide:
@@ -116,6 +120,10 @@ class EngineSide:
     ) -> None:
         self._engine, self._inbox, self._client = engine, inbox, client
         self._pause = pause
+
+    def digest(self, version: int) -> PhaseReport:
+        """``result``: the digest of the server's live parameters."""
+        return self._run(version, ("digest", lambda: self._inbox.digest(self._client())))
 
     def open(self, version: int) -> PhaseReport:
         """``result``: the endpoint."""

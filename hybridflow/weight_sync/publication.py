@@ -55,7 +55,7 @@ class PublishReport:
 
 
 def publish_to(
-    links: Sequence[EngineLink], send: Send, version: int, *, overlaps: bool
+    links: Sequence[EngineLink], send: Send, version: int, *, overlaps: bool, loads: bool = True
 ) -> PublishReport:
     """Bring ``version`` to every engine.
 
@@ -63,13 +63,17 @@ def publish_to(
         links: the engines to bring it to.
         send: lets the trainer's ranks send; its exceptions end the publication.
         overlaps: whether bytes arrive while servers go on.
+        loads: False where servers hold these weights already, and have but to be proven
+            (overlapping transports alone).
     """
+    assert loads or overlaps, "what is not loaded must have arrived beside the server"
     attempt = _Attempt(version, links)
-    attempt.run(send, overlaps)
+    attempt.run(send, overlaps, loads)
     mended: dict[int, Fault] = {}
-    if attempt.faults:
+    if attempt.faults and loads:
         mended = _mend(attempt, send, overlaps)
-    attempt.each("resume", attempt.proven)
+    if loads:
+        attempt.each("resume", attempt.proven)
     if attempt.paused_at is not None:
         attempt.seconds["paused"] = time.perf_counter() - attempt.paused_at
     return PublishReport(
@@ -115,8 +119,8 @@ class _Attempt:
         self.paused_at: float | None = None
         self._results: dict[int, Any] = {}
 
-    def run(self, send: Send, overlaps: bool) -> None:
-        """Both phases, up to servers that are paused and proven."""
+    def run(self, send: Send, overlaps: bool, loads: bool = True) -> None:
+        """Both phases, up to servers that are paused (if they load) and proven."""
         opened = self.each("open", self.links)
         if not opened:
             return
@@ -126,7 +130,7 @@ class _Attempt:
             proofs = self._send(send, endpoints)
             came = self.each("prove", self._finish(receiving), proofs)
             self.arrived |= {link.engine for link in came}
-            loaded = self._finish(self._load(came))
+            loaded = self._finish(self._load(came)) if loads else came
         else:
             loading = self._load(opened)
             proofs = self._send(send, endpoints)

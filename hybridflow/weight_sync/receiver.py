@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hybridflow.weight_sync.checksum import engine_digest, rank_digest
 from hybridflow.weight_sync.endpoint import Endpoint, Link, Sent, stream_name
 from hybridflow.weight_sync.inbox import WeightMismatch
 from hybridflow.weight_sync.remote import Incoming, Listening
@@ -111,6 +112,10 @@ class Receiver:
             **self._places(version),
         )
         return self._endpoint
+
+    def digest(self, client: LoaderClient) -> str:
+        """The digest of the server's live parameters, as the loader inside it finds them."""
+        return engine_digest(map(rank_digest, self._ask_all(client, {"operation": "digest"})))
 
     def close(self) -> None:
         """Remove this engine's files."""
