@@ -10,10 +10,12 @@ from torch import Tensor
 
 from hybridflow.recipe.names import hint
 
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
 
 
-def token_weights(aggregation: str, lengths_S: Tensor) -> tuple[Tensor, float]:
+def token_weights(
+    aggregation: str, lengths_S: Tensor, divisor: float = 1.0
+) -> tuple[Tensor, float]:
     """Weights of every response token, and these rows' share of the normaliser.
 
     - ``token_mean``: every token of the batch counts the same (DAPO, arXiv:2503.14476, eq. 8).
@@ -21,9 +23,12 @@ def token_weights(aggregation: str, lengths_S: Tensor) -> tuple[Tensor, float]:
       (GRPO, arXiv:2402.03300, eq. 3).
     - ``sequence_mean_token_sum``: the mean over sequences of the sum over a sequence's tokens
       (Dr. GRPO, arXiv:2503.20783, without length bias).
+    - ``constant``: that, divided by ``divisor``, such as the longest possible response (Dr. GRPO's
+      own code): a step as large as a mean over tokens, whatever the lengths turn out to be.
 
     Args:
         lengths_S: ``[S]`` response lengths in tokens.
+        divisor: of ``constant``.
 
     Returns:
         ``[sum(lengths)]`` float32 weights, sequence after sequence; the normaliser of these rows,
@@ -35,7 +40,8 @@ def token_weights(aggregation: str, lengths_S: Tensor) -> tuple[Tensor, float]:
         )
     if aggregation == "token_mean":
         return torch.ones(int(lengths_S.sum())), float(lengths_S.sum())
-    if aggregation == "sequence_mean_token_sum":
-        return torch.ones(int(lengths_S.sum())), float(len(lengths_S))
+    if aggregation in ("sequence_mean_token_sum", "constant"):
+        scale = divisor if aggregation == "constant" else 1.0
+        return torch.full((int(lengths_S.sum()),), 1.0 / scale), float(len(lengths_S))
     inverse_S = 1.0 / lengths_S.clamp(min=1).float()
     return torch.repeat_interleave(inverse_S, lengths_S), float(len(lengths_S))

@@ -45,6 +45,52 @@ def group_relative(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     return {"advantages": advantages_PG.flatten()}
 
 
+def rloo(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples) -> advantages (samples)."""
+    advantages_PG = advantages.leave_one_out(_per_prompt(batch, "rewards"))
+    return {"advantages": advantages_PG.flatten()}
+
+
+def opo(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples), responses -> advantages (samples)."""
+    rewards_PG = _per_prompt(batch, "rewards")
+    lengths_PG = batch["responses"].lengths.view_as(rewards_PG)
+    return {"advantages": advantages.optimal_baseline(rewards_PG, lengths_PG).flatten()}
+
+
+def gpg(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples) -> advantages (samples)."""
+    advantages_PG = advantages.group_policy_gradient(_per_prompt(batch, "rewards"))
+    return {"advantages": advantages_PG.flatten()}
+
+
+def gdpo(
+    batch: Batch, context: FunctionContext, weights: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """first, second and perhaps third, fourth (samples) -> advantages (samples)."""
+    rewards_KPG = [_per_prompt(batch, name) for name in GDPO_REWARDS if name in batch]
+    return {"advantages": advantages.decoupled_rewards(rewards_KPG, weights).flatten()}
+
+
+GDPO_REWARDS = ("first", "second", "third", "fourth")
+
+
+def reinforce_pp(
+    batch: Batch, context: FunctionContext, gamma: float = 1.0, kl_coef: float = 0.0
+) -> dict[str, Any]:
+    """rewards (samples), responses, perhaps logprobs, ref_logprobs -> advantages (tokens)."""
+    kl = {name: batch[name] for name in ("logprobs", "ref_logprobs") if name in batch}
+    found = advantages.reinforce_pp(batch["rewards"], batch["responses"], gamma, kl_coef, **kl)
+    return {"advantages": found}
+
+
+def reinforce_pp_baseline(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples), responses -> advantages (samples)."""
+    rewards_PG = _per_prompt(batch, "rewards")
+    lengths_PG = batch["responses"].lengths.view_as(rewards_PG)
+    return {"advantages": advantages.reinforce_pp_baseline(rewards_PG, lengths_PG).flatten()}
+
+
 def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, Any]:
     """values (samples) -> shuffled (samples), by the node's and the run's seeds and the step."""
     mixed_seed = seed * 7_919 + context.seed
@@ -90,6 +136,12 @@ def _per_prompt(batch: Batch, name: str) -> Tensor:
 
 FUNCTIONS: dict[str, Function] = {
     "group_relative": group_relative,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "gdpo": gdpo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
     "shuffle": shuffle,
     "weighted_sum": weighted_sum,
     "accumulate_signal": accumulate_signal,

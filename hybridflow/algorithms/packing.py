@@ -32,6 +32,8 @@ class Pack:
             one is there for every response.
         labels_R: ``[R]`` int64 these response tokens.
         source_R: ``[R]`` int64 their places in the batch's flat response values.
+        sequence_R: ``[R]`` int64 the sequence of the pack that each belongs to.
+        responses_N: ``[sequences]`` int64 response tokens of each; a response is never cut.
     """
 
     input_ids_T: Tensor
@@ -43,6 +45,8 @@ class Pack:
     predict_R: Tensor
     labels_R: Tensor
     source_R: Tensor
+    sequence_R: Tensor
+    responses_N: Tensor
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on another device."""
@@ -159,6 +163,8 @@ def _pack(chunks: list[list[int]], prompts: Ragged, responses: Ragged, values: T
         ),
         labels_R=responses.values[source_R].long(),
         source_R=source_R,
+        sequence_R=torch.repeat_interleave(response_N),
+        responses_N=response_N,
     )
 
 

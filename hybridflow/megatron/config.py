@@ -53,8 +53,10 @@ class LossSettings:
     Attributes:
         name: an entry of ``hybridflow.algorithms.LOSSES``.
         clip_low, clip_high: bounds of the ratio, ``[1 - low, 1 + high]``.
+        dual_clip, tau_positive, tau_negative: see ``hybridflow.algorithms.losses.TokenInputs``.
         kl_coef: weight of the KL term against ``ref_logprobs``; at 0 the KL is a metric alone.
         aggregation: an entry of ``hybridflow.algorithms.AGGREGATIONS``.
+        loss_divisor: tokens by which the aggregation ``constant`` divides.
         temperature: of the sampler; logits are divided by it here too.
         mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
         epochs: passes over the batch.
@@ -68,9 +70,13 @@ class LossSettings:
     name: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 3.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     aggregation: str = "token_mean"
+    loss_divisor: float = 1.0
     temperature: float = 1.0
     mini_batches: int = 1
     epochs: int = 1

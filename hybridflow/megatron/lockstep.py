@@ -47,4 +47,6 @@ def _idle_pack() -> Pack:
         predict_R=none,
         labels_R=none,
         source_R=none,
+        sequence_R=none,
+        responses_N=none,
     )

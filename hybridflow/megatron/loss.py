@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridflow.algorithms import LOSSES
 from hybridflow.algorithms.kl import kl_divergence
-from hybridflow.algorithms.losses import TokenInputs, TokenLoss
+from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
 from hybridflow.algorithms.packing import Pack
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
@@ -65,6 +65,10 @@ class UpdateLoss:
             advantages_T=None if rows.advantages_T is None else rows.advantages_T[pack.source_R],
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+            tau_positive=settings.tau_positive,
+            tau_negative=settings.tau_negative,
+            sequences=Sequences(pack.sequence_R, pack.responses_N),
         )
         result = self._loss(inputs)
         if rows.ref_logprobs_T is None:

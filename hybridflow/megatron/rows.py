@@ -51,7 +51,7 @@ class Rows:
 def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bool) -> Rows:
     """What one optimizer step reads of this rank's part of a mini-batch."""
     responses: Ragged = batch["responses"]
-    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths)
+    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths, loss.loss_divisor)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
         packs=pack_rows(batch["prompts"], responses, max_tokens, share_prompts=share_prompts),
@@ -73,11 +73,15 @@ def check_fields(batch: Batch, loss: LossSettings) -> None:
             "algorithm.agreement.bound needs the field 'rollout_logprobs': add it to the inputs "
             "of the update"
         )
-    if not LOSSES[loss.name].needs_advantages:
-        return
-    if "advantages" not in batch:
+    entry = LOSSES[loss.name]
+    if entry.needs_advantages and "advantages" not in batch:
         raise ValueError(f"loss '{loss.name}' needs the field 'advantages'")
-    if not loss.on_policy and "old_logprobs" not in batch:
+    if entry.whole_sequences and batch.axes["advantages"] is Axis.TOKENS:
+        raise ValueError(
+            f"loss '{loss.name}' takes one advantage per response, but 'advantages' has one per "
+            "token; use gspo_token, or a loss of single tokens such as ppo_clip"
+        )
+    if entry.compares_policies and not loss.on_policy and "old_logprobs" not in batch:
         raise ValueError(
             f"{loss.mini_batches} mini-batches x {loss.epochs} epochs need the field "
             "'old_logprobs': after the first optimizer step the weights have moved"

@@ -7,17 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybridflow.recipe.axes import Axis, Dtype, FieldType
-from hybridflow.recipe.signature import Input, Option, RoleKind, Signature
-
-
-@dataclass(frozen=True)
-class LossEntry:
-    """A loss of the update call: the optional inputs that it needs or may use."""
-
-    description: str
-    needs: tuple[str, ...] = ()
-    compares_policies: bool = False
+from hybridflow.recipe.axes import Axis, FieldType
+from hybridflow.recipe.catalogue_fields import (
+    ADVANTAGES,
+    ANSWERS,
+    LOGPROBS,
+    PROMPTS,
+    RESPONSES,
+    REWARD_VALUES,
+    TARGETS,
+    TOKEN_ADVANTAGES,
+    TOKEN_VERSIONS,
+    field_type,
+    takes,
+)
+from hybridflow.recipe.catalogue_functions import FUNCTIONS
+from hybridflow.recipe.catalogue_losses import LOSSES
+from hybridflow.recipe.signature import Option, RoleKind, Signature
 
 
 @dataclass(frozen=True)
@@ -36,23 +42,6 @@ class GraphInput:
     batch: Literal["train", "eval"]
 
 
-def _type(axis: Axis, dtype: Dtype, description: str = "") -> FieldType:
-    return FieldType(axis, dtype, description)
-
-
-def _input(*types: FieldType, optional: bool = False, description: str = "") -> Input:
-    return Input(types, optional, description or types[0].description)
-
-
-PROMPTS = _type(Axis.PROMPTS, "ids", "token ids of each prompt")
-ANSWERS = _type(Axis.PROMPTS, "object", "the data's row of each prompt, with its answer")
-TARGETS = _type(Axis.PROMPTS, "ids", "token ids of each prompt's answer, end of sequence included")
-RESPONSES = _type(Axis.TOKENS, "int", "token ids of each response")
-LOGPROBS = _type(Axis.TOKENS, "float", "log-probability of each response token, in nats")
-REWARD_VALUES = _type(Axis.SAMPLES, "float", "reward of each response")
-ADVANTAGES = _type(Axis.SAMPLES, "float", "advantage of each response")
-TOKEN_ADVANTAGES = _type(Axis.TOKENS, "float", "advantage of each response token")
-
 GRAPH_INPUTS: dict[str, GraphInput] = {
     "prompts": GraphInput(PROMPTS, "train"),
     "answers": GraphInput(ANSWERS, "train"),
@@ -61,26 +50,20 @@ GRAPH_INPUTS: dict[str, GraphInput] = {
     "eval_answers": GraphInput(ANSWERS, "eval"),
 }
 
-LOSSES: dict[str, LossEntry] = {
-    "ppo_clip": LossEntry(
-        "PPO's clipped surrogate; bounds from algorithm.clip", ("advantages",), True
-    ),
-    "cross_entropy": LossEntry("negative log-likelihood of the responses (supervised)"),
-}
-
-TOKEN_VERSIONS = _type(Axis.TOKENS, "int", "weight version that each token was sampled from")
 
 CALLS: dict[tuple[RoleKind, str], Signature] = {
     ("rollout", "generate"): Signature(
         "Sample responses to every prompt.",
-        {"prompts": _input(PROMPTS)},
+        {"prompts": takes(PROMPTS)},
         {
             "responses": RESPONSES,
-            "rollout_logprobs": _type(
+            "rollout_logprobs": field_type(
                 Axis.TOKENS, "float", "log-probability of each token when it was sampled, in nats"
             ),
-            "finished": _type(Axis.SAMPLES, "bool", "whether the response ended on its own"),
-            "versions": _type(Axis.SAMPLES, "int", "weight version of the response's last token"),
+            "finished": field_type(Axis.SAMPLES, "bool", "whether the response ended on its own"),
+            "versions": field_type(
+                Axis.SAMPLES, "int", "weight version of the response's last token"
+            ),
             "token_versions": TOKEN_VERSIONS,
         },
         {
@@ -96,43 +79,43 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
     ("reward", "score"): Signature(
         "Score every response with the role's function.",
         {
-            "prompts": _input(PROMPTS),
-            "answers": _input(ANSWERS),
-            "responses": _input(RESPONSES),
+            "prompts": takes(PROMPTS),
+            "answers": takes(ANSWERS),
+            "responses": takes(RESPONSES),
         },
         {"rewards": REWARD_VALUES},
     ),
     ("model", "logprobs"): Signature(
         "Log-probability of every response token under the role's weights.",
-        {"prompts": _input(PROMPTS), "responses": _input(RESPONSES)},
+        {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
         {"logprobs": LOGPROBS},
     ),
     ("model", "update"): Signature(
         "Take the optimizer steps of one training step: epochs x mini-batches.",
         {
-            "prompts": _input(PROMPTS),
-            "responses": _input(RESPONSES, TARGETS),
-            "rollout_logprobs": _input(
+            "prompts": takes(PROMPTS),
+            "responses": takes(RESPONSES, TARGETS),
+            "rollout_logprobs": takes(
                 LOGPROBS,
                 optional=True,
                 description="log-probabilities when sampled: measures the mismatch of the engines",
             ),
-            "token_versions": _input(
+            "token_versions": takes(
                 TOKEN_VERSIONS,
                 optional=True,
                 description="refuses samples that are older than roles.rollout.max_staleness",
             ),
-            "old_logprobs": _input(
+            "old_logprobs": takes(
                 LOGPROBS,
                 optional=True,
                 description="log-probabilities before the update; needed when it is off-policy",
             ),
-            "ref_logprobs": _input(
+            "ref_logprobs": takes(
                 LOGPROBS, optional=True, description="log-probabilities under the reference"
             ),
-            "advantages": _input(ADVANTAGES, TOKEN_ADVANTAGES, optional=True),
+            "advantages": takes(ADVANTAGES, TOKEN_ADVANTAGES, optional=True),
         },
-        {"metrics": _type(Axis.RUN, "object", "what the step measured, by name")},
+        {"metrics": field_type(Axis.RUN, "object", "what the step measured, by name")},
         {
             "loss": Option(
                 "str", required=True, choices=tuple(LOSSES), description="the loss to minimise"
@@ -143,56 +126,14 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
     ("model", "publish"): Signature(
         "Stream the weights into the rollout role named by `to` and prove them by checksum.",
         {},
-        {"weight_version": _type(Axis.RUN, "int", "version that the servers now hold")},
+        {"weight_version": field_type(Axis.RUN, "int", "version that the servers now hold")},
         trainable=True,
     ),
     ("model", "save"): Signature(
         "Write a checkpoint from which the run can go on.",
         {},
-        {"checkpoint": _type(Axis.RUN, "object", "folder of the checkpoint")},
+        {"checkpoint": field_type(Axis.RUN, "object", "folder of the checkpoint")},
         trainable=True,
-    ),
-}
-
-FUNCTIONS: dict[str, Signature] = {
-    "group_relative": Signature(
-        "GRPO's advantage: reward minus the mean of the prompt's samples, divided by their "
-        "standard deviation when algorithm.normalize_by_std is set.",
-        {"rewards": _input(REWARD_VALUES)},
-        {"advantages": ADVANTAGES},
-    ),
-    "shuffle": Signature(
-        "Permute the values over all samples of the step: a control that must not learn.",
-        {"values": _input(_type(Axis.SAMPLES, "float", "values to permute"))},
-        {"shuffled": _type(Axis.SAMPLES, "float", "the same values on other samples")},
-        {"seed": Option("int", 0, description="seed of the permutations")},
-    ),
-    "weighted_sum": Signature(
-        "Combine two values of each sample: weights[0] * first + weights[1] * second.",
-        {
-            "first": _input(_type(Axis.SAMPLES, "float", "first value of each sample")),
-            "second": _input(_type(Axis.SAMPLES, "float", "second value of each sample")),
-        },
-        {"total": _type(Axis.SAMPLES, "float", "weighted sum of each sample")},
-        {"weights": Option("list of float", [1.0, 1.0], description="two weights")},
-    ),
-    "accumulate_signal": Signature(
-        "Keep the prompts whose samples have different rewards, over the rounds of a "
-        "`repeat_until`, until the step's number of prompts is reached (DAPO).",
-        {
-            "prompts": _input(PROMPTS),
-            "responses": _input(RESPONSES),
-            "rollout_logprobs": _input(LOGPROBS),
-            "rewards": _input(REWARD_VALUES),
-        },
-        {
-            "kept_prompts": PROMPTS,
-            "kept_responses": RESPONSES,
-            "kept_rollout_logprobs": LOGPROBS,
-            "kept_rewards": REWARD_VALUES,
-            "enough": _type(Axis.RUN, "bool", "whether enough prompts were kept"),
-        },
-        fresh_batch=True,
     ),
 }
 

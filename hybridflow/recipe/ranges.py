@@ -25,8 +25,9 @@ def _is_number(value: Any) -> bool:
 def _clip(value: Any) -> Any:
     bounds = value if isinstance(value, list) else [value]
     pair = len(bounds) == (2 if isinstance(value, list) else 1)
-    if not pair or not all(_is_number(b) and 0 < b < 1 for b in bounds):
-        what = f"must be a number between 0 and 1 or [low, high], not {value!r}"
+    numbers = all(_is_number(b) and b > 0 for b in bounds)
+    if not pair or not numbers or bounds[0] >= 1:
+        what = f"must be a number between 0 and 1 or [low, high], low below 1, not {value!r}"
         raise Wrong(what, "write `clip: 0.2` or `clip: [0.2, 0.28]`")
     return [float(b) for b in bounds] if isinstance(value, list) else float(value)
 
@@ -95,4 +96,5 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+DualClip = Annotated[float, Field(gt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e7)]

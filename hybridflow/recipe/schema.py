@@ -12,6 +12,7 @@ from hybridflow.recipe.ranges import (
     Clip,
     Count,
     Dataflow,
+    DualClip,
     NotNegative,
     Positive,
     RunName,
@@ -93,11 +94,25 @@ class AgreementSection(Section):
     )
 
 
+class SapoSection(Section):
+    """Temperatures of the loss `sapo`: the larger, the sooner its gradient fades."""
+
+    tau_positive: Positive = Field(default=1.0, description="where the advantage is positive")
+    tau_negative: Positive = Field(default=1.05, description="where it is not")
+
+
 class AlgorithmSection(Section):
     """Settings of losses and advantages."""
 
     clip: Clip = Field(
         default=0.2, description="bounds of the policy ratio: a number or [low, high]"
+    )
+    dual_clip: DualClip | None = Field(
+        default=None,
+        description="bound of the loss `dual_clip` for bad samples, times their advantage; null: 3",
+    )
+    sapo: SapoSection | None = Field(
+        default=None, description="temperatures of the loss `sapo`; null: its defaults"
     )
     kl: KlSection = Field(default=KlSection(), description="KL penalty")
     agreement: AgreementSection = Field(
@@ -107,8 +122,13 @@ class AlgorithmSection(Section):
         default=True,
         description="divide group-relative advantages by the group's standard deviation",
     )
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = (
-        Field(default="token_mean", description="how token losses become one number")
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+    ] = Field(default="token_mean", description="how token losses become one number")
+    loss_divisor: Positive | None = Field(
+        default=None,
+        description="tokens by which the aggregation `constant` divides a response's sum, such as "
+        "roles.rollout.sampling.max_tokens",
     )
 
     @property

@@ -63,6 +63,7 @@ class Signature:
         options: further keys that a node of this signature may have.
         trainable: only the role that is trained (the actor) offers the call.
         fresh_batch: the outputs form a batch of their own (rows were chosen anew).
+        compares_samples: needs two samples of a prompt or more.
     """
 
     description: str
@@ -71,3 +72,4 @@ class Signature:
     options: Mapping[str, Option] = field(default_factory=dict)
     trainable: bool = False
     fresh_batch: bool = False
+    compares_samples: bool = False

@@ -50,7 +50,9 @@ def test_tokens_that_are_left_out_do_not_count():
 def test_the_bound_names_sample_and_token():
     worst = compare(ROLLOUT, TRAINER, 0.05).worst
     check(worst, 0.31)
-    with pytest.raises(Disagreement, match=r"sample 2, token 0 .* -0\.5, .* -0\.8; .*bound 0\.0001"):
+    with pytest.raises(
+        Disagreement, match=r"sample 2, token 0 .* -0\.5, .* -0\.8; .*bound 0\.0001"
+    ):
         check(worst, 1e-4)
 
 

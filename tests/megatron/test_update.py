@@ -55,7 +55,7 @@ def test_mini_batches_and_epochs_are_single_steps_in_order(tiny_qwen3: str):
     assert whole["metrics"][0]["ratio_mean"] != 1
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", sorted({*AGGREGATIONS} - {"constant"}))
 def test_packing_and_ranks_do_not_change_the_step(tiny_qwen3: str, aggregation: str):
     batch = make_batch()
     loss = LossSettings(aggregation=aggregation, kl_coef=0.1)

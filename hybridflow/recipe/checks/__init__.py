@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.recipe.checks import data, dataflow, model, output, roles, served, sizes
+from hybridflow.recipe.checks import algorithm, data, dataflow, model, output, roles, served, sizes
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.load import read_draft
@@ -15,6 +15,7 @@ from hybridflow.recipe.source import KeyPath
 
 CHECKS: tuple[Check, ...] = (
     *dataflow.CHECKS,
+    *algorithm.CHECKS,
     *model.CHECKS,
     *served.CHECKS,
     *data.CHECKS,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
@@ -32,9 +32,10 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
         if parameter not in node.inputs:
             what = f"node '{node.name}' lacks `{parameter}`, which the loss '{name}' needs"
             yield Fault(node.origin, what, f"add `{parameter}` to its inputs")
-    if not loss.compares_policies:
-        return
-    if (stage.off_policy or node.delay) and "old_logprobs" not in node.inputs:
+    if not loss.needs:
+        return  # supervised: neither a policy that sampled nor a reference
+    off_policy = loss.compares_policies and (stage.off_policy or node.delay)
+    if off_policy and "old_logprobs" not in node.inputs:
         reason = "delayed samples" if node.delay else "mini_batches * epochs > 1"
         what = f"node '{node.name}' lacks `old_logprobs`, which {reason} need"
         fix = "compute them before the update, or pass `{old_logprobs: rollout_logprobs}`"
@@ -60,7 +61,9 @@ def group_faults(context: Context) -> Iterator[Fault]:
     """Group sizes that the graph cannot work with."""
     for stage in context.stages:
         for node in stage.graph.nodes:
-            if node.function == "group_relative" and stage.samples_per_prompt == 1:
+            known = signature(None, node.function)
+            compares = known is not None and known.compares_samples
+            if compares and stage.samples_per_prompt == 1:
                 what = f"node '{node.name}' compares samples of a prompt, but there is one of each"
                 yield context.fault(
                     "data.samples_per_prompt", what, "set data.samples_per_prompt to 2 or more"

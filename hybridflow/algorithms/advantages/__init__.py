@@ -1,0 +1,27 @@
+"""How much better a sample was than its alternatives: one leaf file per family."""
+
+from hybridflow.algorithms.advantages.group import (
+    group_policy_gradient,
+    group_relative,
+    has_spread,
+    leave_one_out,
+    optimal_baseline,
+)
+from hybridflow.algorithms.advantages.whitened import (
+    decoupled_rewards,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    whiten,
+)
+
+__all__ = [
+    "decoupled_rewards",
+    "group_policy_gradient",
+    "group_relative",
+    "has_spread",
+    "leave_one_out",
+    "optimal_baseline",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "whiten",
+]

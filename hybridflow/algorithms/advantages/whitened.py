@@ -1,0 +1,139 @@
+"""Advantages that are brought to mean 0 and variance 1 over the whole batch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages.group import group_relative, has_spread, require_groups
+from hybridflow.algorithms.kl import kl_divergence
+from hybridflow.batch import Ragged
+
+_VARIANCE_EPS = 1e-8
+
+
+def whiten(values_N: Tensor, counts_N: Tensor | None = None) -> Tensor:
+    """``[N]`` float32 values of mean 0 and (unbiased) variance 1; zeros where all are equal.
+
+    Args:
+        counts_N: ``[N]`` how often each value counts, such as a response's tokens; None: once.
+    """
+    values_N = values_N.float()
+    counts_N = torch.ones_like(values_N) if counts_N is None else counts_N.float()
+    total = counts_N.sum()
+    counted_N = values_N[counts_N > 0]
+    if total < 2 or not (counted_N != counted_N[:1]).any():
+        return torch.zeros_like(values_N)
+    centred_N = values_N - (values_N * counts_N).sum() / total
+    variance = (centred_N.square() * counts_N).sum() / (total - 1)
+    return centred_N * torch.rsqrt(variance + _VARIANCE_EPS)
+
+
+def reinforce_pp(
+    rewards_S: Tensor,
+    responses: Ragged,
+    gamma: float = 1.0,
+    kl_coef: float = 0.0,
+    logprobs: Ragged | None = None,
+    ref_logprobs: Ragged | None = None,
+) -> Ragged:
+    """Returns of every token, whitened over all tokens of the batch: REINFORCE++.
+
+    Hu et al., 2025 (arXiv:2501.03262), REINFORCE++ (global advantage normalisation)::
+
+        r_t = [t is the last token] * r - kl_coef * (logp_t - ref_logp_t)
+        R_t = sum over k >= t of gamma^(k - t) r_k
+        A_t = (R_t - mean R) / std R,  over every response token of the batch
+
+    Args:
+        rewards_S: ``[S]`` outcome rewards.
+        responses: whose row lengths count; S rows.
+        logprobs, ref_logprobs: in nats, needed when ``kl_coef`` is not 0; the penalty is the k1
+            estimate, as in the paper.
+
+    Returns:
+        One float32 advantage per response token.
+    """
+    lengths_S = responses.lengths
+    rewards_T = torch.zeros(len(responses.values), dtype=torch.float64)
+    told_S = lengths_S > 0
+    rewards_T[responses.offsets[1:][told_S] - 1] = rewards_S[told_S].double()
+    if kl_coef:
+        if logprobs is None or ref_logprobs is None:
+            raise ValueError(
+                "kl_coef needs the log-probabilities of the policy and of the reference; give "
+                "both to the function, or set kl_coef to 0"
+            )
+        kl_T = kl_divergence(logprobs.values.double(), ref_logprobs.values.double(), "k1")
+        rewards_T = rewards_T - kl_coef * kl_T
+    return responses.with_values(whiten(_returns(rewards_T, responses, gamma)))
+
+
+def reinforce_pp_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
+    """Rewards minus their group's mean, whitened over all tokens: REINFORCE++ with baseline.
+
+    Hu et al., 2025 (arXiv:2501.03262), REINFORCE++ w/ baseline::
+
+        a[p, g] = r[p, g] - mean_h r[p, h]
+        A[p, g] = (a[p, g] - mean a) / std a,  over the batch, each sample counted once per token
+
+    Args:
+        rewards_PG: ``[P, G]`` rewards, G at least 2.
+        lengths_PG: ``[P, G]`` response lengths in tokens.
+
+    Returns:
+        ``[P, G]`` float32 advantages.
+    """
+    require_groups(rewards_PG)
+    centred_PG = group_relative(rewards_PG, normalize_by_std=False)
+    return whiten(centred_PG.flatten(), lengths_PG.flatten()).view_as(centred_PG)
+
+
+def decoupled_rewards(
+    rewards_KPG: Sequence[Tensor], weights: Sequence[float] | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Several rewards, each normalised within its group, summed, then over the batch: GDPO.
+
+    GDPO (2026, arXiv:2601.05242), decoupled group normalisation::
+
+        a_k[p, g] = (r_k[p, g] - mean_h r_k[p, h]) / (std_h r_k[p, h] + eps)
+        a[p, g]   = sum_k w_k a_k[p, g]
+        A[p, g]   = (a[p, g] - mean a) / (std a + eps),  over all samples of the batch
+
+    Args:
+        rewards_KPG: K tensors ``[P, G]``, G at least 2.
+        weights: one per reward; None: all 1.
+
+    Returns:
+        ``[P, G]`` float32 advantages; exact zeros when no reward differs within a group.
+    """
+    weights = [1.0] * len(rewards_KPG) if weights is None else weights
+    if len(weights) != len(rewards_KPG):
+        raise ValueError(
+            f"weights has {len(weights)} entries for {len(rewards_KPG)} rewards; give one each"
+        )
+    for rewards_PG in rewards_KPG:
+        require_groups(rewards_PG)
+    terms = zip(rewards_KPG, weights, strict=True)
+    summed_PG = torch.stack([w * group_relative(r, eps=eps) for r, w in terms]).sum(dim=0)
+    if not has_spread(summed_PG.reshape(1, -1)).any():
+        return torch.zeros_like(summed_PG)
+    return (summed_PG - summed_PG.mean()) / (summed_PG.std() + eps)
+
+
+def _returns(rewards_T: Tensor, responses: Ragged, gamma: float) -> Tensor:
+    """``[T]`` discounted sums of each response's rewards from a token on.
+
+    The span that is summed doubles until it covers the longest response.
+    """
+    places_T = torch.arange(len(rewards_T))
+    ends_T = torch.repeat_interleave(responses.offsets[1:], responses.lengths)
+    longest = int(responses.lengths.max()) if len(responses) else 0
+    returns_T, span = rewards_T, 1
+    while span < longest:
+        further_T = places_T + span
+        inside_T = further_T < ends_T
+        taken_T = returns_T[further_T.clamp(max=len(rewards_T) - 1)]
+        returns_T = returns_T + torch.where(inside_T, gamma**span * taken_T, 0.0)
+        span *= 2
+    return returns_T

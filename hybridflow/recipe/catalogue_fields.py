@@ -1,0 +1,27 @@
+"""Types of the fields that calls and functions of the catalogue take and give. No torch."""
+
+from hybridflow.recipe.axes import Axis, Dtype, FieldType
+from hybridflow.recipe.signature import Input
+
+
+def field_type(axis: Axis, dtype: Dtype, description: str = "") -> FieldType:
+    """A type with what it means."""
+    return FieldType(axis, dtype, description)
+
+
+def takes(*types: FieldType, optional: bool = False, description: str = "") -> Input:
+    """A parameter of one of ``types``, described as the first of them unless told."""
+    return Input(types, optional, description or types[0].description)
+
+
+PROMPTS = field_type(Axis.PROMPTS, "ids", "token ids of each prompt")
+ANSWERS = field_type(Axis.PROMPTS, "object", "the data's row of each prompt, with its answer")
+TARGETS = field_type(
+    Axis.PROMPTS, "ids", "token ids of each prompt's answer, end of sequence included"
+)
+RESPONSES = field_type(Axis.TOKENS, "int", "token ids of each response")
+LOGPROBS = field_type(Axis.TOKENS, "float", "log-probability of each response token, in nats")
+REWARD_VALUES = field_type(Axis.SAMPLES, "float", "reward of each response")
+ADVANTAGES = field_type(Axis.SAMPLES, "float", "advantage of each response")
+TOKEN_ADVANTAGES = field_type(Axis.TOKENS, "float", "advantage of each response token")
+TOKEN_VERSIONS = field_type(Axis.TOKENS, "int", "weight version that each token was sampled from")

@@ -1,0 +1,115 @@
+"""The functions that a graph may name. No torch."""
+
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue_fields import (
+    ADVANTAGES,
+    LOGPROBS,
+    PROMPTS,
+    RESPONSES,
+    REWARD_VALUES,
+    TOKEN_ADVANTAGES,
+    field_type,
+    takes,
+)
+from hybridflow.recipe.signature import Option, Signature
+
+FUNCTIONS: dict[str, Signature] = {
+    "group_relative": Signature(
+        "GRPO's advantage: reward minus the mean of the prompt's samples, divided by their "
+        "standard deviation when algorithm.normalize_by_std is set.",
+        {"rewards": takes(REWARD_VALUES)},
+        {"advantages": ADVANTAGES},
+        compares_samples=True,
+    ),
+    "rloo": Signature(
+        "RLOO's advantage: reward minus the mean of the prompt's other samples.",
+        {"rewards": takes(REWARD_VALUES)},
+        {"advantages": ADVANTAGES},
+        compares_samples=True,
+    ),
+    "opo": Signature(
+        "OPO's advantage: reward minus the mean of the prompt's samples, weighted by length.",
+        {"rewards": takes(REWARD_VALUES), "responses": takes(RESPONSES)},
+        {"advantages": ADVANTAGES},
+        compares_samples=True,
+    ),
+    "gpg": Signature(
+        "GPG's advantage: reward minus the mean of the prompt's samples, scaled up by the share "
+        "of prompts whose rewards are all equal.",
+        {"rewards": takes(REWARD_VALUES)},
+        {"advantages": ADVANTAGES},
+        compares_samples=True,
+    ),
+    "gdpo": Signature(
+        "GDPO's advantage of several rewards: each normalised within its prompt's samples, summed "
+        "with weights, then normalised over the batch.",
+        {
+            "first": takes(REWARD_VALUES),
+            "second": takes(REWARD_VALUES),
+            "third": takes(REWARD_VALUES, optional=True),
+            "fourth": takes(REWARD_VALUES, optional=True),
+        },
+        {"advantages": ADVANTAGES},
+        {"weights": Option("list of float", description="one weight per reward; default: all 1")},
+        compares_samples=True,
+    ),
+    "reinforce_pp": Signature(
+        "REINFORCE++'s advantage: the discounted return of every token, normalised over all "
+        "tokens of the batch; with kl_coef, every token's reward is less by its KL.",
+        {
+            "rewards": takes(REWARD_VALUES),
+            "responses": takes(RESPONSES),
+            "logprobs": takes(
+                LOGPROBS, optional=True, description="of the policy; needed by kl_coef"
+            ),
+            "ref_logprobs": takes(
+                LOGPROBS, optional=True, description="of the reference; needed by kl_coef"
+            ),
+        },
+        {"advantages": TOKEN_ADVANTAGES},
+        {
+            "gamma": Option("float", 1.0, description="discount per token"),
+            "kl_coef": Option("float", 0.0, description="weight of the KL in the reward"),
+        },
+    ),
+    "reinforce_pp_baseline": Signature(
+        "REINFORCE++'s advantage with a baseline: reward minus the mean of the prompt's samples, "
+        "normalised over all tokens of the batch.",
+        {"rewards": takes(REWARD_VALUES), "responses": takes(RESPONSES)},
+        {"advantages": ADVANTAGES},
+        compares_samples=True,
+    ),
+    "shuffle": Signature(
+        "Permute the values over all samples of the step: a control that must not learn.",
+        {"values": takes(field_type(Axis.SAMPLES, "float", "values to permute"))},
+        {"shuffled": field_type(Axis.SAMPLES, "float", "the same values on other samples")},
+        {"seed": Option("int", 0, description="seed of the permutations")},
+    ),
+    "weighted_sum": Signature(
+        "Combine two values of each sample: weights[0] * first + weights[1] * second.",
+        {
+            "first": takes(field_type(Axis.SAMPLES, "float", "first value of each sample")),
+            "second": takes(field_type(Axis.SAMPLES, "float", "second value of each sample")),
+        },
+        {"total": field_type(Axis.SAMPLES, "float", "weighted sum of each sample")},
+        {"weights": Option("list of float", [1.0, 1.0], description="two weights")},
+    ),
+    "accumulate_signal": Signature(
+        "Keep the prompts whose samples have different rewards, over the rounds of a "
+        "`repeat_until`, until the step's number of prompts is reached (DAPO).",
+        {
+            "prompts": takes(PROMPTS),
+            "responses": takes(RESPONSES),
+            "rollout_logprobs": takes(LOGPROBS),
+            "rewards": takes(REWARD_VALUES),
+        },
+        {
+            "kept_prompts": PROMPTS,
+            "kept_responses": RESPONSES,
+            "kept_rollout_logprobs": LOGPROBS,
+            "kept_rewards": REWARD_VALUES,
+            "enough": field_type(Axis.RUN, "bool", "whether enough prompts were kept"),
+        },
+        fresh_batch=True,
+    ),
+}

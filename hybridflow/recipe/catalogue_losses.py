@@ -1,0 +1,54 @@
+"""The losses that an update may minimise. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LossEntry:
+    """A loss of the update call: the optional inputs that it needs or may use.
+
+    Attributes:
+        compares_policies: whether it reads ``old_logprobs``.
+        whole_sequences: whether a response has one advantage, not one per token.
+        settings: keys of the recipe's ``algorithm`` that it alone reads, or with few others.
+    """
+
+    description: str
+    needs: tuple[str, ...] = ()
+    compares_policies: bool = False
+    whole_sequences: bool = False
+    settings: tuple[str, ...] = ()
+
+
+def _policy_loss(description: str, *settings: str, whole_sequences: bool = False) -> LossEntry:
+    return LossEntry(description, ("advantages",), True, whole_sequences, settings)
+
+
+LOSSES: dict[str, LossEntry] = {
+    "ppo_clip": _policy_loss("PPO's clipped surrogate; bounds from algorithm.clip", "clip"),
+    "dual_clip": _policy_loss(
+        "PPO's, with a second bound for bad samples: algorithm.dual_clip times their advantage",
+        *("clip", "dual_clip"),
+    ),
+    "gspo": _policy_loss(
+        "PPO's on the ratio of whole responses; algorithm.clip is narrow, such as [3e-4, 4e-4]",
+        "clip",
+        whole_sequences=True,
+    ),
+    "gspo_token": _policy_loss(
+        "GSPO's ratio of whole responses with advantages that may differ by token", "clip"
+    ),
+    "gmpo": _policy_loss(
+        "geometric mean of a response's bounded ratios; algorithm.clip bounds their logarithms "
+        "within [-low, high], such as 0.4",
+        "clip",
+        whole_sequences=True,
+    ),
+    "cispo": _policy_loss(
+        "REINFORCE weighted by the ratio, bounded by algorithm.clip and without gradient", "clip"
+    ),
+    "sapo": _policy_loss("a smooth gate of the ratio; temperatures from algorithm.sapo", "sapo"),
+    "gpg": LossEntry("GPG's, the same as reinforce; for advantages of gpg", ("advantages",)),
+    "reinforce": LossEntry("advantage times log-probability, no ratio", ("advantages",)),
+    "cross_entropy": LossEntry("negative log-likelihood of the responses (supervised)"),
+}

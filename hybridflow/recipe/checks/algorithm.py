@@ -1,0 +1,108 @@
+"""Faults of the algorithm section against the losses and functions of the graphs."""
+
+from collections.abc import Iterator
+
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue import LOSSES, signature
+from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.compile import Stage
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.graph import Node
+
+
+def unused_faults(context: Context) -> Iterator[Fault]:
+    """Settings of losses or functions that no graph uses."""
+    if all(stage.name != "main" for stage in context.stages):
+        return  # its graph could not be read, which is a fault by itself
+    nodes = [node for stage in context.stages for node in stage.graph.nodes]
+    losses = {str(node.options.get("loss")) for node in nodes if node.call == "update"}
+    read = {key for name in losses & LOSSES.keys() for key in LOSSES[name].settings}
+    section = context.recipe.algorithm
+    for key in ("clip", "dual_clip", "sapo"):
+        told = key in section.model_fields_set and getattr(section, key) is not None
+        if told and key not in read:
+            users = ", ".join(name for name, loss in LOSSES.items() if key in loss.settings)
+            what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
+            fix = f"remove it, or use a loss that reads it: {users}"
+            yield context.fault(f"algorithm.{key}", what, fix)
+
+
+def aggregation_faults(context: Context) -> Iterator[Fault]:
+    """A divisor without its aggregation, and the reverse."""
+    algorithm = context.recipe.algorithm
+    constant = algorithm.aggregation == "constant"
+    if constant and algorithm.loss_divisor is None:
+        longest = context.recipe.roles.rollout.sampling.max_tokens
+        what = "algorithm.aggregation=constant lacks algorithm.loss_divisor"
+        yield context.fault(
+            "algorithm.aggregation", what, f"set it, such as to max_tokens: loss_divisor: {longest}"
+        )
+    if not constant and algorithm.loss_divisor is not None:
+        what = f"algorithm.loss_divisor does nothing under aggregation={algorithm.aggregation}"
+        yield context.fault(
+            "algorithm.loss_divisor", what, "remove it, or set algorithm.aggregation to constant"
+        )
+
+
+def sequence_faults(context: Context) -> Iterator[Fault]:
+    """Advantages per token for a loss of whole responses."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            loss = LOSSES.get(str(node.options.get("loss"))) if node.call == "update" else None
+            if loss is not None and loss.whole_sequences and _per_token(stage, node):
+                name = node.options["loss"]
+                what = (
+                    f"the loss '{name}' of node '{node.name}' takes one advantage per response, "
+                    f"but '{node.inputs['advantages']}' has one per token"
+                )
+                fix = "use gspo_token, or a loss of single tokens such as ppo_clip"
+                yield Fault(node.origin, what, fix)
+
+
+def _per_token(stage: Stage, node: Node) -> bool:
+    field = node.inputs.get("advantages", "")
+    maker = stage.graph.producers.get(field)
+    known = signature(None, maker.function) if maker is not None else None
+    if maker is None or known is None:
+        return False
+    outputs = [known.outputs[o] for o, f in maker.outputs.items() if f == field]
+    return any(kind.axis is Axis.TOKENS for kind in outputs)
+
+
+def reward_faults(context: Context) -> Iterator[Fault]:
+    """Options of advantage functions that do not fit their inputs."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            if node.function in ("gdpo", "weighted_sum"):
+                yield from _weight_faults(node)
+            if node.function == "reinforce_pp":
+                yield from _kl_faults(node)
+
+
+def _weight_faults(node: Node) -> Iterator[Fault]:
+    weights = node.options.get("weights")
+    if isinstance(weights, list) and len(weights) != len(node.inputs):
+        what = f"node '{node.name}' has {len(weights)} weights for {len(node.inputs)} rewards"
+        yield Fault(node.origin, what, "give one weight per reward")
+
+
+def _kl_faults(node: Node) -> Iterator[Fault]:
+    told = {"logprobs", "ref_logprobs"} & node.inputs.keys()
+    used = node.options.get("kl_coef", 0.0) != 0
+    if used and len(told) < 2:
+        what = f"node '{node.name}' has kl_coef, but not both `logprobs` and `ref_logprobs`"
+        fix = "add `{logprobs: old_logprobs}` and `ref_logprobs` to its inputs, or remove kl_coef"
+        yield Fault(node.origin, what, fix)
+    if told and not used:
+        what = f"node '{node.name}' takes {' and '.join(sorted(told))}, which only kl_coef reads"
+        yield Fault(node.origin, what, "give it `kl_coef`, or remove them from its inputs")
+
+
+GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm")
+
+CHECKS = (
+    Check(GRAPHS, unused_faults),
+    Check(("algorithm", "roles.rollout"), aggregation_faults),
+    Check(GRAPHS, sequence_faults),
+    Check(GRAPHS, reward_faults),
+)
