@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from hybridflow.assets.quickstart import EOS, VOCABULARY, character_tokenizer
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
-from hybridflow.monitor import read_metrics
+from hybridflow.monitor import read_metrics, read_rollouts
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
 from tests.dataflow.commands import TrainCommand
+from tests.dataflow.conftest import recipe_of
 
 GRAPH = {
     "inputs": ["prompts", "targets"],
@@ -28,6 +29,10 @@ GRAPH = {
         "save": {"role": "actor", "call": "save", "after": ["update"], "every": "checkpoint"},
     },
 }
+VARIED = """
+def varied(prompt, response, answer, row):
+    return sum(map(ord, response)) % 7
+"""
 
 
 def make_model(folder: Path) -> None:
@@ -105,3 +110,54 @@ def test_supervised_steps_over_spread_experts(quickstart: Path, tmp_path: Path) 
     for name, weight in expected.items():
         # Adam's first steps are as long as the rate where a gradient is but rounding.
         torch.testing.assert_close(exported[name], weight, rtol=1e-4, atol=1e-4)
+
+
+def experts_recipe(assets: Path, tmp_path: Path) -> Path:
+    """The tiny GRPO recipe over a model with experts, with rewards that differ within a group."""
+    model, reward = tmp_path / "model", tmp_path / "reward.py"
+    make_model(model)
+    reward.write_text(VARIED)
+    recipe = recipe_of(assets, tmp_path / "run") | {"model": {"path": str(model)}}
+    recipe["roles"]["reward"] = {"function": f"{reward}:varied"}
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def check_samples_are_of_the_proven_weights(folder: Path) -> None:
+    """Each step's version was proven, and trainer and server agree about every token."""
+    rows = list(read_metrics(folder))
+    steps = [row["metrics"] for row in rows if row["stage"] == "main"]
+    assert [step["weights/version"] for step in steps] == [2, 3, 4]
+    for step in steps:
+        assert step["update/staleness_max"] == 0
+        assert step["update/rollout_gap_max"] < 1e-4
+        assert step["update/grad_norm"] > 0
+        assert step["publish/verify_seconds"] > 0
+    assert {row["version"] for row in read_rollouts(folder)} == {1, 2, 3, 4}
+
+
+def test_grpo_with_experts(quickstart: Path, tmp_path: Path) -> None:
+    recipe = compile_recipe(load_recipe(experts_recipe(quickstart, tmp_path), []))
+    train(recipe, lambda logs: LocalSession(), LaunchOptions(live=False))
+    check_samples_are_of_the_proven_weights(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("mode", ["standby", "bucketed"])
+def test_grpo_with_experts_spread_over_the_actors_ranks(
+    quickstart: Path, tmp_path: Path, engine: str, mode: str
+) -> None:
+    run = TrainCommand(
+        experts_recipe(quickstart, tmp_path),
+        "roles.actor.parallel={dp: 2, ep: 2}",
+        f"roles.rollout.engine={engine}",
+        f"roles.rollout.sync={{mode: {mode}, bucket: 40KiB}}",
+        "roles.rollout.start_timeout_seconds=400",
+        deadline=800,
+    )
+    assert run.wait() == 0, run.output
+    assert not run.left_over()
+    check_samples_are_of_the_proven_weights(tmp_path / "run")
