@@ -15,7 +15,7 @@ from hybridflow.dataflow.publisher import Publisher
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.placement import engine_slots
-from hybridflow.recipe.schema import OptimizerSection, Recipe
+from hybridflow.recipe.schema import OptimizerSection, Recipe, SapoSection
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet
 from hybridflow.rollout.launch import ServerConfig
@@ -129,13 +129,18 @@ class Team:
         """How the actor turns a batch of ``stage`` into optimizer steps."""
         algorithm = self.recipe.algorithm
         low, high = algorithm.clip_bounds
+        gate = algorithm.sapo or SapoSection()
         return LossSettings(
             name=name,
             clip_low=low,
             clip_high=high,
+            dual_clip=algorithm.dual_clip or LossSettings.dual_clip,
+            tau_positive=gate.tau_positive,
+            tau_negative=gate.tau_negative,
             kl_coef=algorithm.kl.coef,
             kl_estimator=algorithm.kl.estimator,
             aggregation=algorithm.aggregation,
+            loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.recipe.roles.rollout.sampling.temperature if stage.generates else 1.0,
             mini_batches=stage.mini_batches,
             epochs=stage.epochs,
