@@ -65,7 +65,6 @@ class Listener:
         streams: Iterable[str],
         timeout: float,
         *,
-        backend: str = "gloo",
         bucket: int = DEFAULT_BUCKET,
     ) -> dict[str, PairChannel]:
         """The channel of each named stream, once all their peers have come.
@@ -84,12 +83,12 @@ class Listener:
                 link = self._next_peer(until, missing)
                 if link is None:
                     continue
-                stream, wanted = link.hello.get("stream", ""), link.hello.get("backend")
-                if stream not in missing or wanted != backend:
-                    link.fail(f"stream {stream!r} over {wanted} is not awaited here")
+                stream = link.hello.get("stream", "")
+                if stream not in missing:
+                    link.fail(f"stream {stream!r} is not awaited here")
                     continue
                 link.send(links.CONSENT)
-                channels[stream] = PairChannel(link, 0, stream, backend, timeout, bucket, until)
+                channels[stream] = PairChannel(link, 0, stream, timeout, bucket, until)
                 missing.remove(stream)
         except BaseException:
             for channel in channels.values():
@@ -125,7 +124,6 @@ def connect(
     stream: str,
     timeout: float,
     *,
-    backend: str = "gloo",
     bucket: int = DEFAULT_BUCKET,
 ) -> PairChannel:
     """Join `stream` of the listener at `endpoint`, which may start up to `timeout` seconds later.
@@ -138,7 +136,7 @@ def connect(
     where = f"stream {stream!r} at {endpoint.host}:{endpoint.port}"
     link = None
     try:
-        link = Link(links.dial(endpoint, until), {"stream": stream, "backend": backend})
+        link = Link(links.dial(endpoint, until), {"stream": stream})
         links.introduce(link, endpoint.nonce, until)
         link.receive(until)  # the listener's consent, or why not
     except (OSError, PairError) as error:
@@ -150,4 +148,4 @@ def connect(
             f"{where}: the listener refused this connection ({error}): its nonce is another one "
             "(an endpoint that is out of date?)"
         ) from None
-    return PairChannel(link, 1, stream, backend, timeout, bucket, until)
+    return PairChannel(link, 1, stream, timeout, bucket, until)

@@ -1,9 +1,7 @@
-"""A process group of two outside `torch.distributed`'s global state, over gloo or NCCL."""
+"""A process group of two outside `torch.distributed`'s global state, over gloo."""
 
 from __future__ import annotations
 
-import socket
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +9,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from hybridflow.weight_sync.pairs.link import KEY, Deadline, Link, PairError, PairTimeout
+from hybridflow.weight_sync.pairs.link import KEY, Deadline, Link, PairError
 
 _c10d: Any = torch.distributed  # its stubs lack what a group's own object can do
-_POLL_SECONDS = 0.001
 _SLACK_SECONDS = 0.05
 """gloo counts whole milliseconds: it must not give up before the deadline is over."""
 _LONGEST_VALUE = 1 << 16
@@ -24,7 +21,6 @@ class GlooPair:
     """Sends and receives CPU tensors; listens on the control connection's own address alone."""
 
     def __init__(self, link: Link, rank: int, until: Deadline) -> None:
-        self.device = torch.device("cpu")
         self._peer = 1 - rank
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=link.own_host)]
@@ -43,35 +39,6 @@ class GlooPair:
     def wait(self, work: Any, until: Deadline) -> None:
         """Until done; RuntimeError when the peer is lost or the deadline passes."""
         work.wait(timedelta(seconds=until.left() + _SLACK_SECONDS))
-
-
-class NcclPair:
-    """The same for tensors on the current CUDA device; the peer's must be another device."""
-
-    def __init__(self, link: Link, rank: int, until: Deadline) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._peer = 1 - rank
-        options = _c10d.ProcessGroupNCCL.Options()
-        # Our own deadlines are the shorter ones: NCCL's watchdog would end the whole process.
-        options._timeout = timedelta(days=1)
-        self._group = _c10d.ProcessGroupNCCL(_tcp_store(link, rank, until), rank, 2, options)
-
-    def send(self, tensor: Tensor) -> Any:
-        """Start sending; the tensor is borrowed until `wait`."""
-        return self._group.send([tensor], self._peer, 0)
-
-    def receive(self, tensor: Tensor) -> Any:
-        """Start receiving into `tensor`."""
-        return self._group.recv([tensor], self._peer, 0)
-
-    def wait(self, work: Any, until: Deadline) -> None:
-        """Until done on the device; at the deadline the group is aborted: PairTimeout."""
-        while not work.is_completed():
-            if until.over():
-                self._group.abort()
-                raise PairTimeout(f"NCCL had not finished after {until.seconds:.0f} s")
-            time.sleep(_POLL_SECONDS)
-        work.wait()  # raises what went wrong
 
 
 class _LinkStore(_c10d.Store):
@@ -101,23 +68,3 @@ class _LinkStore(_c10d.Store):
         """A value, waited for."""
         self.wait([key])
         return self._values[key]
-
-
-def _tcp_store(link: Link, rank: int, until: Deadline) -> Any:
-    """A TCP store on the link's own address; its port travels over the link."""
-    wait = timedelta(seconds=until.left())
-    if rank == 0:
-        family = socket.AF_INET6 if ":" in link.own_host else socket.AF_INET
-        listening = socket.create_server((link.own_host, 0), family=family)
-        port = listening.getsockname()[1]
-        store = _c10d.TCPStore(
-            link.own_host, port, 2, True, wait, False, master_listen_fd=listening.detach()
-        )
-        link.send(KEY, port)
-        return store
-    _, port, _ = link.receive(until)
-    return _c10d.TCPStore(link.peer.rpartition(":")[0], port, 2, False, wait, False)
-
-
-GROUPS: dict[str, type[GlooPair] | type[NcclPair]] = {"gloo": GlooPair, "nccl": NcclPair}
-"""By the name that a recipe gives the backend."""

@@ -60,7 +60,7 @@ class Endpoint:
 class Link:
     """Frames over one TCP connection: a kind, two numbers and, for some kinds, text.
 
-    `hello` is what the connecting side said of itself: its stream and backend.
+    `hello` is what the connecting side said of itself: its stream.
     """
 
     def __init__(self, connection: socket.socket, hello: dict[str, str] | None = None) -> None:

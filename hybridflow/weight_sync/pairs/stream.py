@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.weight_sync.pairs import link as links
-from hybridflow.weight_sync.pairs.group import GROUPS, GlooPair, NcclPair
+from hybridflow.weight_sync.pairs.group import GlooPair
 from hybridflow.weight_sync.pairs.link import Deadline, Link, PairError, PairTimeout
 
 _BUFFERS = 2
@@ -34,7 +34,6 @@ class PairChannel:
         link: Link,
         rank: int,
         stream: str,
-        backend: str,
         timeout: float,
         bucket: int,
         until: Deadline,
@@ -47,7 +46,7 @@ class PairChannel:
         self._unreleased: set[int] = set()
         self._reader: _Reader | None = None
         try:
-            self._group: GlooPair | NcclPair | None = GROUPS[backend](link, rank, until)
+            self._group: GlooPair | None = GlooPair(link, rank, until)
         except (RuntimeError, OSError) as error:
             link.close()
             late = isinstance(error, PairTimeout) or until.over()
@@ -138,7 +137,7 @@ class PairChannel:
         self._under_way = None
         self._group = None
 
-    def _open_group(self) -> GlooPair | NcclPair:
+    def _open_group(self) -> GlooPair:
         if self._group is None:
             raise PairError(f"{self} is closed")
         return self._group
@@ -166,13 +165,13 @@ class PairChannel:
 class _Reader:
     """Receives ahead: while one bucket is used, the next arrives in the other buffer."""
 
-    def __init__(self, link: Link, group: GlooPair | NcclPair, bucket: int, timeout: float) -> None:
+    def __init__(self, link: Link, group: GlooPair, bucket: int, timeout: float) -> None:
         self._link, self._timeout = link, timeout
         self._held: dict[int, Tensor] = {}
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, int, Tensor] | Exception] = SimpleQueue()
         for _ in range(_BUFFERS):
-            self._free.put(torch.empty(0, dtype=torch.uint8, device=group.device))
+            self._free.put(torch.empty(0, dtype=torch.uint8))
         arguments = (link, group, self._free, self._arrived, bucket, timeout)
         threading.Thread(target=_receive_ahead, args=arguments, daemon=True).start()
 
@@ -207,7 +206,7 @@ class _Reader:
 
 def _receive_ahead(
     link: Link,
-    group: GlooPair | NcclPair,
+    group: GlooPair,
     free: SimpleQueue[Tensor | None],
     arrived: SimpleQueue[tuple[int, int, Tensor] | Exception],
     bucket: int,
@@ -224,7 +223,7 @@ def _receive_ahead(
                 return
             if buffer.numel() < nbytes:
                 del buffer  # before the larger one is made
-                buffer = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
             group.wait(group.receive(buffer[:nbytes]), Deadline(timeout))
             arrived.put((number, nbytes, buffer))
     except (RuntimeError, OSError) as error:
