@@ -130,12 +130,10 @@ class Publications:
         self.version = 0
         self._plain: Wiring | None = None
 
-    def connect(
-        self, mode: str, *, seconds: float = 60.0, bucket: int = 20_000, pause: str = "retract"
-    ) -> Trainer:
+    def connect(self, mode: str, *, bucket: int = 20_000, pause: str = "retract") -> Trainer:
         """Both sides anew, for a way to publish; the trainer holds the first checkpoint."""
         self.mode = mode
-        sync = SyncSettings("direct", mode, bucket, pause, None, seconds, "")
+        sync = SyncSettings("direct", mode, bucket, pause, None, DEADLINE, "")
         if self._plain is None:
             seats = tuple(HERE for _ in range(TRAINER.world))
             engines = tuple((HERE,) for _ in self.engines)
@@ -152,6 +150,12 @@ class Publications:
     def holds(self, trainer: Trainer, checkpoint: int) -> None:
         """From here on the trainer's ranks hold that checkpoint."""
         trainer.held = self._held[checkpoint]
+
+    def wait_for_senders(self, seconds: float) -> None:
+        """How long engines wait for a sender in the next publications."""
+        for engine in self.engines:
+            side: Any = engine.worker._side
+            side._inbox._seconds = seconds
 
     def publish(
         self, send: Callable[[Mapping[int, Any], int], Any], to: Sequence[EngineUnderTest] = ()

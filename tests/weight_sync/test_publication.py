@@ -29,7 +29,7 @@ PHASES = {
     "standby": ("open", "receive", "send", "prove", "load", "confirm", "resume"),
     "bucketed": ("open", "send", "load", "confirm", "resume"),
 }
-QUICK = {("standby", "load"), ("standby", "resume"), ("bucketed", "send"), ("bucketed", "load")}
+QUICK = {("standby", "load"), ("standby", "resume"), ("bucketed", "send")}
 KILLED = [
     pytest.param(mode, phase, marks=[] if (mode, phase) in QUICK else [pytest.mark.slow])
     for mode, phases in PHASES.items()
@@ -85,6 +85,7 @@ def publish(pair: Publications, digests: list[str]) -> Iterator[Callable[..., Tr
 
     yield connect
     (trainer,) = trainers
+    pair.wait_for_senders(60.0)
     pair.holds(trainer, 2)
     report = pair.publish(trainer.send)
     assert not (report.mended or report.failed or report.behind)
@@ -219,7 +220,8 @@ def test_ranks_that_say_what_another_sent(pair, publish, digests, mode: str) -> 
 
 @MODES
 def test_another_dtype_ends_the_publication(pair, publish, digests, mode: str) -> None:
-    trainer = publish(mode, seconds=3.0 if mode == "bucketed" else 60.0)
+    trainer = publish(mode)
+    pair.wait_for_senders(1.0)
     right = trainer.held
     index = min(right[1])
     trainer.held = [right[0], {**right[1], index: right[1][index].to(torch.bfloat16)}]
@@ -231,7 +233,8 @@ def test_another_dtype_ends_the_publication(pair, publish, digests, mode: str) -
 @MODES
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_trainer_that_fails(pair, publish, digests, mode: str, when: str) -> None:
-    trainer = publish(mode, seconds=3.0 if mode == "bucketed" else 60.0)
+    trainer = publish(mode)
+    pair.wait_for_senders(1.0)
 
     def fails(endpoints, version):
         if when == "after":
@@ -245,7 +248,7 @@ def test_a_trainer_that_fails(pair, publish, digests, mode: str, when: str) -> N
 
 @pytest.mark.parametrize("mode", ["standby", pytest.param("bucketed", marks=pytest.mark.slow)])
 def test_a_trainer_killed_as_it_sends(pair, publish, checkpoints, digests, mode: str) -> None:
-    trainer = publish(mode, seconds=60.0)
+    trainer = publish(mode)
     dying = DyingTrainer(trainer, pair.wiring, checkpoints[1], dies_at=9)
     with pytest.raises(RuntimeError, match="actor rank 1 died"):
         pair.publish(dying.send)
@@ -255,7 +258,7 @@ def test_a_trainer_killed_as_it_sends(pair, publish, checkpoints, digests, mode:
 def unfinished(pair: Publications, before: str, mode: str) -> None:
     """The version was served by none: untouched servers go on, others stand still."""
     for engine in pair.engines:
-        engine.phases[-1].result(60)  # a loader waits for its senders up to their deadline
+        engine.phases[-1].result(120)  # a loader waits for its senders up to their deadline
         if mode == "standby":
             serves(engine, pair.version - 1, before)
         else:
@@ -265,8 +268,14 @@ def unfinished(pair: Publications, before: str, mode: str) -> None:
 
 def test_a_rank_that_is_late(pair, publish, digests) -> None:
     """Later than its deadline: the servers' loaders give up and it is sent again."""
-    trainer = publish("bucketed", seconds=2.0)
-    trainer.before[1] = lambda: time.sleep(5.0)
+    trainer = publish("bucketed")
+    pair.wait_for_senders(1.0)
+
+    def late() -> None:
+        time.sleep(3.0)
+        pair.wait_for_senders(60.0)
+
+    trainer.before[1] = late
     report = pair.publish(trainer.send)
     assert outcome(report) == {"proven": {0, 1}, "mended": {0, 1}, "failed": set(), "behind": set()}
     assert "trainer 1 to engine 0" in report.mended[0].reason
