@@ -1,0 +1,144 @@
+"""Faults of the algorithm section against the graph, and the shipped dataflows beside GRPO's."""
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridflow.recipe.activate import SHIPPED
+from hybridflow.recipe.checks import check_file
+
+ROOT = Path(__file__).parents[2]
+GRPO = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
+FORMAT = "roles.format={function: length, parameters: {budget: 3}}"
+
+
+def faults_of(*overrides: str) -> list[str]:
+    return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
+
+
+GROUPS = ("rloo", "opo", "gpg", "gdpo", "reinforce_pp_baseline")
+FLOWS = (*GROUPS, "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_shipped_dataflows_are_sound(workspace: Path, name: str):
+    assert faults_of(f"dataflow={name}", *([FORMAT] if name == "gdpo" else [])) == []
+
+
+def test_reinforce_pp_needs_no_groups(workspace: Path):
+    assert faults_of("dataflow=reinforce_pp", "data.samples_per_prompt=1") == []
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_of_one_is_a_fault(workspace: Path, name: str):
+    found = faults_of(f"dataflow={name}", "data.samples_per_prompt=1", FORMAT)
+    assert len(found) == 1 and "compares samples of a prompt" in found[0]
+    assert "set data.samples_per_prompt to 2 or more" in found[0]
+
+
+SETTINGS = [
+    (["algorithm.dual_clip=3.0"], "command line: algorithm.dual_clip does nothing", "dual_clip"),
+    (["algorithm.sapo={tau_positive: 2.0}"], "algorithm.sapo does nothing", "reads it: sapo"),
+    (["dataflow=sapo", "algorithm.clip=0.1"], "algorithm.clip does nothing", "ppo_clip, dual_clip"),
+    (["algorithm.loss_divisor=4.0"], "does nothing under aggregation=token_mean", "to constant"),
+    (["algorithm.aggregation=constant"], "lacks algorithm.loss_divisor", "loss_divisor: 4"),
+    (["algorithm.dual_clip=1.0"], "`algorithm.dual_clip` must be greater than 1", ""),
+    (["algorithm.sapo={tau: 1.0}"], "unknown key 'tau'", "valid: tau_negative"),
+    (["algorithm.loss_divisor=0.0"], "must be greater than 0", ""),
+]
+
+
+@pytest.mark.parametrize(("overrides", "what", "fix"), SETTINGS)
+def test_settings_of_losses(workspace: Path, overrides: list[str], what: str, fix: str):
+    found = faults_of(*overrides)
+    assert len(found) == 1 and what in found[0] and fix in found[0], found
+
+
+def test_settings_that_are_read_are_no_fault(workspace: Path):
+    Path("flow.yaml").write_text(GRPO.replace("loss: ppo_clip", "loss: dual_clip"))
+    assert faults_of("dataflow=flow.yaml", "algorithm.dual_clip=3.0", "algorithm.clip=0.1") == []
+    assert faults_of("dataflow=sapo", "algorithm.sapo={tau_positive: 2.0}") == []
+    assert faults_of("algorithm.aggregation=constant", "algorithm.loss_divisor=4.0") == []
+
+
+ADVANTAGE = "{function: group_relative, in: [rewards], out: [advantages]}"
+GRAPHS = [
+    (
+        [
+            (ADVANTAGE, "{function: reinforce_pp, in: [rewards, responses], out: [advantages]}"),
+            ("loss: ppo_clip", "loss: gspo"),
+        ],
+        "takes one advantage per response, but 'advantages' has one per token",
+    ),
+    (
+        [
+            (
+                ADVANTAGE,
+                "{function: gdpo, in: [{first: rewards}, {second: rewards}], out: [advantages], "
+                "weights: [1.0]}",
+            )
+        ],
+        "has 1 weights for 2 rewards",
+    ),
+    (
+        [
+            (
+                ADVANTAGE,
+                "{function: reinforce_pp, in: [rewards, responses], out: [advantages], "
+                "kl_coef: 0.1}",
+            )
+        ],
+        "not both `logprobs` and `ref_logprobs`",
+    ),
+    (
+        [
+            (
+                ADVANTAGE,
+                "{function: reinforce_pp, in: [rewards, responses, ref_logprobs], "
+                "out: [advantages]}",
+            )
+        ],
+        "takes ref_logprobs, which only kl_coef reads",
+    ),
+    (
+        [("loss: ppo_clip", "loss: reinforce"), (" ref_logprobs, advantages", " advantages")],
+        "lacks `ref_logprobs`, which algorithm.kl.coef > 0 needs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "what"), GRAPHS)
+def test_graphs(workspace: Path, changes: list[tuple[str, str]], what: str):
+    text = GRPO
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    Path("flow.yaml").write_text(text)
+    found = faults_of("dataflow=flow.yaml")
+    assert len(found) == 1 and what in found[0], found
+
+
+def test_reinforce_needs_no_old_logprobs(workspace: Path):
+    assert faults_of("dataflow=gpg", "roles.actor.mini_batches=2") == []
+
+
+def differing_lines(name: str) -> set[str]:
+    """Lines of a shipped dataflow that GRPO's lacks, and the reverse, comments aside."""
+    other = (SHIPPED / f"{name}.yaml").read_text()
+    return {
+        f"{line[0]} {' '.join(line[1:].split())}"
+        for line in difflib.ndiff(GRPO.splitlines(), other.splitlines())
+        if line[0] in "+-" and not line[1:].lstrip().startswith("#")
+    }
+
+
+def test_the_guide_shows_the_differences():
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    shown: dict[str, set[str]] = {}
+    for name, block in re.findall(r"### `(\w+)`\n.*?```diff\n(.*?)```", page, re.DOTALL):
+        shown[name] = {f"{row[0]} {' '.join(row[1:].split())}" for row in block.splitlines()}
+    assert set(shown) == set(FLOWS)
+    for name, lines in shown.items():
+        assert lines == differing_lines(name), name
