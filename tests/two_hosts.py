@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -163,8 +162,3 @@ def _ip(*words: str) -> str:
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def ended(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that are still there after a while."""
-    return psutil.wait_procs(list(processes), timeout=_SECONDS)[1]

@@ -94,7 +94,7 @@ def _start(script: str, host: Host, home: Path, *words: str) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while "Ray runtime started" not in log.read_text():
         assert node.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
