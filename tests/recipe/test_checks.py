@@ -54,6 +54,7 @@ SETTINGS = [
     ("roles.rollout.sync={transport: disk, mode: bucketed}", "has no modes", "transport: direct"),
     ("roles.rollout.sync.full_every=4", "`direct` writes none", "transport: disk"),
     ("roles.rollout.sync.pause=in_place", "max_staleness 0 excludes", "use retract"),
+    ("roles.rollout.sync={transport: disk, pause: in_place}", "drop that load", "use retract"),
     ("roles.rollout.parallel.ep=2", "ep=2 does not divide tp=1", "choose ep from [1]"),
     ("roles.rollout.sync.directory=absent", "absent is no folder", "choose another"),
     ("roles.reward.function=exact_mach", "unknown reward", "did you mean 'exact_match'?"),

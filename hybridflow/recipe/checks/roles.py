@@ -135,7 +135,11 @@ def transport_faults(context: Context) -> Iterator[Fault]:
         what = f"{sync.directory} is the memory of one machine; the other nodes would not see it"
         fix = "name a folder of a file system that all nodes share, or use transport: direct"
         yield context.fault("roles.rollout.sync.directory", what, fix)
-    if sync.pause == "in_place" and rollout.max_staleness == 0:
+    if sync.pause == "in_place" and sync.transport != "direct":
+        what = f"pause: in_place keeps caches, which servers drop that load over `{sync.transport}`"
+        fix = "use retract, or transport: direct"
+        yield context.fault("roles.rollout.sync.pause", what, fix)
+    elif sync.pause == "in_place" and rollout.max_staleness == 0:
         what = (
             "pause: in_place goes on with a cache of older weights, which max_staleness 0 excludes"
         )
