@@ -129,9 +129,9 @@ def _environment(config: ServerConfig, *python_path: Path) -> dict[str, str]:
     }
     if config.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if config.sync_folder is not None:
     elif config.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))
+    if config.sync_folder is not None:
         environment[SYNC_FOLDER] = str(Path(config.sync_folder).resolve())
     environment["PYTHONPATH"] = os.pathsep.join(map(str, python_path))
     return environment

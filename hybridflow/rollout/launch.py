@@ -50,8 +50,8 @@ class ServerConfig:
     model_path: str | Path
     dtype: str = "float32"
     device: str = "cpu"
-    tp: int = 1
     gpus: tuple[int, ...] | None = None
+    tp: int = 1
     ep: int = 1
     threads: int = 1
     max_running_requests: int | None = None
@@ -74,12 +74,12 @@ class ServerConfig:
             faults.append(f"ep {self.ep} does not divide tp {self.tp}")
         if self.engine == "local" and self.tp != 1:
             faults.append(f"the local engine has one rank, not tp {self.tp}; use engine: sglang")
-        if self.engine == "local" and self.device != "cpu":
-            faults.append("the local engine runs on the CPU; use engine: sglang on a GPU")
         if self.gpus is not None and len(set(self.gpus)) != self.tp:
             faults.append(f"gpus {self.gpus} are not one for each of tp {self.tp} ranks")
         if self.gpus is not None and self.device == "cpu":
             faults.append(f"gpus {self.gpus} of a server on the CPU")
+        if self.engine == "local" and self.device != "cpu":
+            faults.append("the local engine runs on the CPU; use engine: sglang on a GPU")
         if self.token is None and not commands.is_loopback(self.host):
             faults.append(f"host {self.host} is open to the network and needs a token")
         if not (Path(self.model_path) / "config.json").is_file():
