@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,8 @@ def experts_recipe(assets: Path, tmp_path: Path) -> Path:
     model, reward = tmp_path / "model", tmp_path / "reward.py"
     make_model(model)
     reward.write_text(VARIED)
-    recipe = recipe_of(assets, tmp_path / "run") | {"model": {"path": str(model)}}
+    recipe: dict[str, Any] = recipe_of(assets, tmp_path / "run")
+    recipe["model"] = {"path": str(model)}
     recipe["roles"]["reward"] = {"function": f"{reward}:varied"}
     path = tmp_path / "grpo.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -88,7 +88,9 @@ def trainer(request: Any, models: dict[str, Path]) -> Iterator[Trainer]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("server", "trainer", "way"), cases(), indirect=["server", "trainer"])
+@pytest.mark.parametrize(
+    ("server", "trainer", "way"), cases(), indirect=["server", "trainer"], scope="module"
+)
 def test_published_is_loaded_from_disk(
     server: Served, trainer: Trainer, way: str, tmp_path: Path
 ) -> None:
