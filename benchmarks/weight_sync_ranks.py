@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,7 +49,9 @@ class Trainer:
         self._ranks = []
         for rank in range(layout.world):
             ours, theirs = context.Pipe()
-            given = (theirs, self._folder.name, rank, model, layout, logs / f"rank{rank}.log")
+            others = (*self._pipes, ours)  # a rank that kept these open would not see them end
+            log = logs / f"rank{rank}.log"
+            given = (theirs, others, self._folder.name, rank, model, layout, log)
             process = context.Process(target=_serve, args=given)
             process.start()
             theirs.close()
@@ -96,8 +99,16 @@ class Trainer:
 
 
 def _serve(
-    pipe: Connection, folder: str, number: int, model: Path, layout: ParallelLayout, log: Path
+    pipe: Connection,
+    others: Sequence[Connection],
+    folder: str,
+    number: int,
+    model: Path,
+    layout: ParallelLayout,
+    log: Path,
 ) -> None:
+    for other in others:
+        other.close()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -25,7 +25,7 @@ from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.reshard import Seat
 
 BUCKET = 8 << 20
-WATCHED, TIMED = 2, 5
+WATCHED, TIMED = 2, 3
 """Publications of each way: first those whose memory is watched, then those that are timed."""
 _PAGE = 4096
 _SECONDS = 120.0
