@@ -81,6 +81,11 @@ def test_packs_hold_every_response_token_once(groups, max_tokens, share):
             assert torch.equal(pack.position_ids_T[pack.expand_E], positions_E)
         else:
             assert torch.equal(pack.position_ids_T, positions_E)
+        # The labels of a sequence are one whole response.
+        owners = torch.bucketize(pack.source_R, responses.offsets, right=True) - 1
+        whole = owners[torch.cat([torch.ones(1), pack.sequence_R.diff()]) > 0]
+        assert torch.equal(owners, whole[pack.sequence_R])
+        assert torch.equal(pack.responses_N, responses.lengths[whole])
         # A label's predecessor is the response token before it, or the prompt's last token.
         first = torch.isin(pack.source_R, responses.offsets)
         before = pack.input_ids_T[pack.predict_R]
