@@ -1,11 +1,16 @@
 """Shards into a real SGLang server of two ranks: the loader runs inside both."""
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from megatron_bridge.layout import ParallelLayout
 from tests.rollout import direct_cases as direct
 from tests.rollout import loader_cases as cases
+from tests.rollout.sync_matrix import WAYS, Served, check_way
+from tests.weight_sync.trainer import Trainer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -92,3 +97,17 @@ def test_a_sender_that_never_comes(shards: cases.Shards):
 @pytest.mark.slow
 def test_a_wrong_byte_in_a_bucket(shards: cases.Shards):
     direct.check_a_wrong_byte_in_a_bucket(shards)
+
+
+@pytest.fixture(scope="module")
+def trainer(shards: cases.Shards) -> Iterator[Trainer]:
+    layout = ParallelLayout(tp=2, pp=2, last_stage_layers=1)
+    with closing(Trainer(shards.model, layout)) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_live_ranks_publish_is_as_good_as_disk(
+    shards: cases.Shards, trainer: Trainer, way: str, tmp_path: Path
+):
+    check_way(trainer, Served(shards.client, shards.folder, 2), way, tmp_path)
