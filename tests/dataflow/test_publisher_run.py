@@ -1,0 +1,95 @@
+"""Runs on Ray that lose a process as weights are published: no orphan, no rest, and they go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridflow.monitor import read_events, read_metrics
+from tests.dataflow.commands import TrainCommand
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+DP2 = ("roles.actor.parallel.dp=2", "roles.rollout.parallel.dp=2", "cluster.devices_per_node=4")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Where this test's runs share memory, and nothing else does."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+def start(recipe: Path, shared: Path, *arguments: str) -> TrainCommand:
+    sync = f"roles.rollout.sync.directory={shared}"
+    return TrainCommand(recipe, *DP2, sync, "steps=2000", "checkpoint.every=2", *arguments)
+
+
+def steps(folder: Path) -> int:
+    return len(read_metrics(folder))
+
+
+def version(folder: Path) -> int:
+    """The newest that the run has published."""
+    found = (row["metrics"].get("weights/version") for row in read_metrics(folder))
+    return int(max((number for number in found if number is not None), default=0))
+
+
+@pytest.fixture
+def running(recipe_file: Path, shared: Path, tmp_path: Path) -> Iterator[TrainCommand]:
+    """A run that publishes and has a checkpoint."""
+    run = start(recipe_file, shared)
+    folder = tmp_path / "run"
+    run.wait_for("a checkpoint", lambda: bool(list(folder.glob("checkpoints/step-??????"))))
+    run.wait_for("publications", lambda: version(folder) > 3)
+    yield run
+    run.end()
+
+
+def goes_on(recipe: Path, shared: Path, folder: Path) -> None:
+    """``--resume`` publishes higher versions, leaves what others left behind to nobody, and ends
+    when it is told to."""
+    before, reached = steps(folder), version(folder)
+    run = start(recipe, shared, "--resume")
+    try:
+        run.wait_for("more steps", lambda: steps(folder) > before + 2)
+        run.wait_for("a later version", lambda: version(folder) > reached)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.output
+        assert not run.left_over()
+    finally:
+        run.end()
+    assert not list(shared.iterdir())
+    versions = [row["metrics"].get("weights/version", 0) for row in read_metrics(folder)]
+    resumed = [row for row in versions[before:] if row]
+    assert resumed == sorted(resumed)
+
+
+def test_a_trainer_rank_killed(running, recipe_file, shared, tmp_path) -> None:
+    folder = tmp_path / "run"
+    rank = running.workers("actor")[-1]
+    rank.kill()
+    assert running.wait() == 1
+    assert "actor rank" in running.output and "died" in running.output, running.output
+    errors = [event["text"] for event in read_events(folder) if event["kind"] == "error"]
+    assert "actor rank" in errors[-1] and "died" in errors[-1]
+    assert not running.left_over()
+    goes_on(recipe_file, shared, folder)
+
+
+def test_the_driver_killed_as_it_publishes(running, recipe_file, shared, tmp_path) -> None:
+    """Slots stay behind in shared memory, and the next run's start removes them."""
+    (slot, *_) = shared.glob("*/engine0-rank0-a.slot")
+    before = slot.read_bytes()
+    deadline = time.monotonic() + 120
+    while slot.read_bytes() == before:  # until a rank of the trainer writes
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    running.process.kill()
+    running.wait()
+    assert not running.left_over(seconds=120)
+    goes_on(recipe_file, shared, tmp_path / "run")
