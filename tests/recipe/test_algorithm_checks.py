@@ -42,6 +42,7 @@ SETTINGS = [
     (["algorithm.dual_clip=3.0"], "command line: algorithm.dual_clip does nothing", "dual_clip"),
     (["algorithm.sapo={tau_positive: 2.0}"], "algorithm.sapo does nothing", "reads it: sapo"),
     (["dataflow=sapo", "algorithm.clip=0.1"], "algorithm.clip does nothing", "ppo_clip, dual_clip"),
+    (["dataflow=rloo", "algorithm.normalize_by_std=false"], "has no group_relative", "remove it"),
     (["algorithm.loss_divisor=4.0"], "does nothing under aggregation=token_mean", "to constant"),
     (["algorithm.aggregation=constant"], "lacks algorithm.loss_divisor", "loss_divisor: 4"),
     (["algorithm.dual_clip=1.0"], "`algorithm.dual_clip` must be greater than 1", ""),
@@ -60,6 +61,7 @@ def test_settings_that_are_read_are_no_fault(workspace: Path):
     Path("flow.yaml").write_text(GRPO.replace("loss: ppo_clip", "loss: dual_clip"))
     assert faults_of("dataflow=flow.yaml", "algorithm.dual_clip=3.0", "algorithm.clip=0.1") == []
     assert faults_of("dataflow=sapo", "algorithm.sapo={tau_positive: 2.0}") == []
+    assert faults_of("dataflow=sapo", "algorithm.clip=0.2") == [], "defaults, as run folders have"
     assert faults_of("algorithm.aggregation=constant", "algorithm.loss_divisor=4.0") == []
 
 

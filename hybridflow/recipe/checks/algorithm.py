@@ -8,6 +8,7 @@ from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.schema import AlgorithmSection
 
 
 def unused_faults(context: Context) -> Iterator[Fault]:
@@ -19,12 +20,20 @@ def unused_faults(context: Context) -> Iterator[Fault]:
     read = {key for name in losses & LOSSES.keys() for key in LOSSES[name].settings}
     section = context.recipe.algorithm
     for key in ("clip", "dual_clip", "sapo"):
-        told = key in section.model_fields_set and getattr(section, key) is not None
-        if told and key not in read:
+        if _told(section, key) and key not in read:
             users = ", ".join(name for name, loss in LOSSES.items() if key in loss.settings)
             what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
             fix = f"remove it, or use a loss that reads it: {users}"
             yield context.fault(f"algorithm.{key}", what, fix)
+    compared = any(node.function == "group_relative" for node in nodes)
+    if _told(section, "normalize_by_std") and not compared:
+        what = "algorithm.normalize_by_std does nothing: the dataflow has no group_relative"
+        yield context.fault("algorithm.normalize_by_std", what, "remove it")
+
+
+def _told(section: AlgorithmSection, key: str) -> bool:
+    """Whether a key has another value than its default, which a run's folder writes out too."""
+    return getattr(section, key) != type(section).model_fields[key].default
 
 
 def aggregation_faults(context: Context) -> Iterator[Fault]:
