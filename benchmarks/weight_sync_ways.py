@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.weight_sync_memory import descendants, watching
 from benchmarks.weight_sync_ranks import Trainer, give_back
@@ -171,8 +174,6 @@ class _Ours:
     worker_pids: tuple[int, ...]
 
     def __init__(self, fleet: Fleet, way: Way) -> None:
-        import os
-
         self._fleet, self.worker_pids = fleet, (os.getpid(),)
         sync = replace(
             fleet.wiring.sync,
@@ -200,13 +201,13 @@ class _Ours:
         faults = {**report.failed, **report.behind, **report.mended}
         if faults:
             raise RuntimeError(f"version {version}: {faults}")
-        return {"seconds": dict(report.seconds), "bytes": self._sent(told, report.bytes)}
+        return {"seconds": dict(report.seconds), "bytes": self._sent(told)}
 
     def phase(self, name: str, version: int, *args: Any) -> Future[PhaseReport]:
         """See ``EngineLink.phase``."""
         return self._pool.submit(getattr(self._side, name), version, *args)
 
-    def _sent(self, told: list[Any], arrived: int) -> int:
+    def _sent(self, told: list[Any]) -> int:
         """Bytes to all of the server's ranks, as the trainer's counted them while they sent."""
         transport, tp = self._wiring.sync.transport, self._wiring.tp
         if transport == "direct":
@@ -225,8 +226,6 @@ class _Ours:
             return {}
         threads = wiring.layout.world + wiring.tp
         if wiring.sync.mode == "standby":
-            import torch
-
             layouts = [SlotLayout(targets, torch.float32) for targets in wiring.plan.targets]
             return {"stated": 2 * sum(each.bytes for each in layouts), "staging": threads * STAGING}
         stated = 0
@@ -272,10 +271,8 @@ class _Gathered:
         self._fleet.trainer.run("disconnect")
 
 
-def memcpy(size: int, copy: Callable[[], None] | None = None) -> list[float]:
+def memcpy(size: int) -> list[float]:
     """Seconds of one copy of ``size`` bytes by one thread, in memory that was touched before."""
-    import torch
-
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
     seconds = []
