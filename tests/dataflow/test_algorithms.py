@@ -1,0 +1,85 @@
+"""Every dataflow without a critic trains the tiny model: a real engine, a real rollout server."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.monitor import read_metrics
+from hybridflow.recipe.activate import SHIPPED
+from hybridflow.recipe.checks import check
+from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.load import load_recipe
+
+SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"
+DATAFLOWS = {
+    "rloo": [],
+    "opo": [],
+    "gpg": [],
+    "gdpo": ["roles.format={function: length, parameters: {budget: 3}}"],
+    "reinforce_pp": ["data.samples_per_prompt=1"],
+    "reinforce_pp_baseline": ["algorithm.aggregation=constant", "algorithm.loss_divisor=5.0"],
+    "gspo": ["algorithm.clip=[3e-4, 4e-4]", SEQUENCE],
+    "gmpo": ["algorithm.clip=0.4", SEQUENCE],
+    "cispo": ["algorithm.clip=[0.9, 4.0]"],
+    "sapo": ["algorithm.sapo={tau_negative: 1.5}", SEQUENCE],
+}
+# Advantages per token, and a loss of whole responses; the others go the same way as one of them.
+QUICK = ("reinforce_pp", "gspo")
+
+
+def overrides_of(name: str, folder: Path) -> list[str]:
+    """One step of two mini-batches, with rewards that differ on an untrained model."""
+    scorer = folder / "varied.py"
+    scorer.write_text(
+        "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7\n"
+    )
+    return [
+        *(f"dataflow={name}", f"roles.reward.function={scorer}:varied", "steps=1"),
+        *("roles.actor.mini_batches=2", "warm_start=null", "evaluation=null", "export=false"),
+        *("checkpoint.every=null", "roles.actor.optimizer={lr: 1e-4}"),
+        *DATAFLOWS.get(name, []),
+    ]
+
+
+def run(recipe) -> dict[str, float]:
+    """Metrics of the only step of a recipe that has no fault."""
+    assert check(recipe) == []
+    plan = compile_recipe(recipe)
+    folder = train(plan, lambda logs: LocalSession(), LaunchOptions(live=False))
+    (row,) = read_metrics(folder)
+    return row["metrics"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DATAFLOWS],
+)
+def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
+    metrics = run(make_recipe(*overrides_of(name, tmp_path)))
+    assert metrics["update/grad_norm"] > 0 and metrics["reward/std"] > 0
+    assert metrics["weights/version"] == 1
+    if name != "gpg":
+        assert metrics["update/ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.slow
+def test_the_kl_in_the_reward(recipe_file, tmp_path) -> None:
+    """REINFORCE++ with the KL in the reward: the policy's and the reference's log-probabilities
+    go into the advantage, not into the loss."""
+    graph = (SHIPPED / "reinforce_pp.yaml").read_text()
+    for old, new in {
+        "in: [rewards, responses],": "in: [rewards, responses, {logprobs: old_logprobs}, "
+        "ref_logprobs], kl_coef: 0.1,",
+        ", when: off_policy": "",
+        ", when: kl": "",
+        "old_logprobs, ref_logprobs, advantages": "old_logprobs, advantages",
+    }.items():
+        assert graph.count(old) == 1
+        graph = graph.replace(old, new)
+    path = tmp_path / "kl.yaml"
+    path.write_text(graph)
+    overrides = [*overrides_of(str(path), tmp_path), "roles.reference={colocate: actor}"]
+    metrics = run(load_recipe(recipe_file, overrides))
+    assert metrics["update/grad_norm"] > 0 and "update/kl" not in metrics
