@@ -56,7 +56,10 @@ def _nested(info: FieldInfo) -> type[Section] | None:
     return found[0] if found else None
 
 
-_RULES = {"_clip": "number in (0, 1), or [low, high] with low in (0, 1)", "_betas": "two numbers in [0, 1)"}
+_RULES = {
+    "_clip": "number in (0, 1), or [low, high] with low in (0, 1)",
+    "_betas": "two numbers in [0, 1)",
+}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
