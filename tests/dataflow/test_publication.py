@@ -44,7 +44,9 @@ def seen() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way == "deltas" else ()) for way in WAYS]
+)
 def test_a_run_learns_the_same_over_every_transport(
     way: str, make_recipe: Any, tmp_path: Path, seen: dict[str, Any]
 ) -> None:

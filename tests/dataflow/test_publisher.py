@@ -175,6 +175,7 @@ def test_an_engine_that_is_behind_serves_as_long_as_the_recipe_allows(
     assert answered(publisher) == {second}
 
 
+@pytest.mark.slow
 def test_without_staleness_nobody_is_behind(publishers: Publishers) -> None:
     publisher = publishers.connect()
     before(publisher, "prove", lambda: spoil(publisher), times=2)

@@ -114,6 +114,7 @@ def test_a_server_killed_in_a_call(pair: LocalFleet, expected: Batch) -> None:
     same(fleet.generate(BATCH, 3, SEEDED), expected)
 
 
+@pytest.mark.slow
 def test_all_servers_killed_are_repaired_once(pair: LocalFleet, expected: Batch) -> None:
     fleet = pair.fleet()
     servers = [pair.server(0), pair.server(1)]
@@ -194,6 +195,7 @@ def test_without_a_repair_the_error_holds_every_reason_and_log(pair: LocalFleet)
     assert [event.kind for event in pair.events].count("repair") == 2
 
 
+@pytest.mark.slow
 def test_engines_start_side_by_side_and_a_hanging_one_is_found(tiny_model: Path) -> None:
     """One server is stopped before it is healthy; the other starts all the same. Then a server
     hangs in a request: /health tells, a restart ends it, and nothing is left of any of them."""

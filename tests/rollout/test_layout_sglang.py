@@ -43,6 +43,7 @@ def read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     return config, load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_experts_in_sglang_and_in_the_local_engine(tmp_path: Path):
     folder = make_model(tmp_path / "model", "qwen3_moe")
     config, weights = read(folder)

@@ -106,7 +106,9 @@ def trainer(shards: cases.Shards) -> Iterator[Trainer]:
         yield ranks
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if "disk" in way else ()) for way in WAYS]
+)
 def test_what_live_ranks_publish_is_as_good_as_disk(
     shards: cases.Shards, trainer: Trainer, way: str, tmp_path: Path
 ):

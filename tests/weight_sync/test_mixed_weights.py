@@ -169,7 +169,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Publicatio
         yield found
 
 
-@pytest.mark.parametrize("pause", PAUSES)
+@pytest.mark.parametrize(
+    "pause", [pytest.param(p, marks=pytest.mark.slow if p == "abort" else ()) for p in PAUSES]
+)
 def test_every_token_is_of_the_version_that_it_names(local, pause: str) -> None:
     fleet, weights = local
     assert check(fleet, weights, pause) >= VERSIONS * BETWEEN

@@ -169,6 +169,7 @@ def test_a_byte_that_changes_in_a_slot(pair, publish, digests) -> None:
     serves(victim, pair.version - 1, digests[1])
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_something_else(pair, publish, checkpoints, digests) -> None:
     """It differs after the load: the slot is copied once more."""
     trainer = publish("standby")
@@ -218,6 +219,7 @@ def test_ranks_that_say_what_another_sent(pair, publish, digests, mode: str) -> 
             assert engine.paused(), "its weights are not proven"
 
 
+@pytest.mark.slow
 @MODES
 def test_another_dtype_ends_the_publication(pair, publish, digests, mode: str) -> None:
     trainer = publish(mode)
@@ -231,7 +233,7 @@ def test_another_dtype_ends_the_publication(pair, publish, digests, mode: str) -
 
 
 @MODES
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_trainer_that_fails(pair, publish, digests, mode: str, when: str) -> None:
     trainer = publish(mode)
     pair.wait_for_senders(1.0)
@@ -266,6 +268,7 @@ def unfinished(pair: Publications, before: str, mode: str) -> None:
             assert engine.client.model_info()["weight_version"] == str(pair.version - 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late(pair, publish, digests) -> None:
     """Later than its deadline: the servers' loaders give up and it is sent again."""
     trainer = publish("bucketed")
@@ -294,6 +297,7 @@ def test_a_rank_ten_seconds_late_is_waited_for(pair, publish, digests, mode: str
         serves(engine, pair.version, digests[1])
 
 
+@pytest.mark.slow
 def test_a_session_left_open(pair, publish, digests) -> None:
     trainer = publish("standby")
     pair.engines[0].client.begin_weight_update()
