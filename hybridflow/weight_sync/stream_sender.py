@@ -14,6 +14,8 @@ from hybridflow.weight_sync.streams import TRAILER, Bucket, CopiesDigest, gather
 
 FAULTS = (StreamBroken, OSError, RuntimeError, ValueError)
 """What keeps one engine from its bytes; anything else is a fault of our own."""
+_HASHED = 1 << 20
+"""Most bytes that are copied at once to be hashed."""
 
 
 class Channel(Protocol):
@@ -159,8 +161,10 @@ class Stream:
         payload = area[: bucket.bytes]
         pieces = [(piece, self._values(piece.copy)) for piece in bucket.pieces]
         pack(pieces, payload)
-        for piece, values in pieces:
-            self._digest.add(gather(values, piece.start, piece.stop))
+        for piece, values in pieces:  # of what was read, not of what was written
+            step = max(1, _HASHED // values.itemsize)
+            for start in range(piece.start, piece.stop, step):
+                self._digest.add(gather(values, start, min(start + step, piece.stop)))
         tail = bytearray(trailer(self._nonce, number, payload))
         area[bucket.bytes :].copy_(torch.frombuffer(tail, dtype=torch.uint8))
         self._pipe.commit(number, area)
