@@ -56,7 +56,7 @@ def train(
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         with _ending(folder, records, begin_end):
             session = stack.enter_context(open_session(folder.path / "logs"))
-            team = Team(plan, session, plan.stages[0], records.fleet_event)
+            team = Team(plan, session, plan.stages[0], records.fleet_event, folder.note_version)
             stack.callback(team.close)
             runner = runner or _concurrent(stack)
 

@@ -29,6 +29,9 @@ _PHASES_OF_A_DEADLINE = 3
 class Publisher:
     """Brings versions of the actor's weights to every engine.
 
+    Args:
+        note_version: keeps a version's number, before anything is sent under it.
+
     Attributes:
         version: the newest that was published; 0: the model's folder, with which servers start.
         last: what the last publication did.
@@ -40,8 +43,10 @@ class Publisher:
         actor: WorkerGroup,
         engines: list[RolloutEngine],
         on_event: Callable[[FleetEvent], None],
+        note_version: Callable[[int], None],
     ) -> None:
         self.version = 0
+        self._note_version = note_version
         self.last: PublishReport | None = None
         section = plan.recipe.roles.rollout
         self._staleness = section.max_staleness
@@ -104,6 +109,7 @@ class Publisher:
         """
         version = self.version + 1
         serving = [self._links[engine.name] for engine in self.fleet.serving()]
+        self._note_version(version)
         self.version, self._moved = version, False
         report = publish_to(serving, self._send, version, overlaps=self._sync.overlaps)
         self.last = report

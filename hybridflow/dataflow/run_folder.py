@@ -18,6 +18,7 @@ from hybridflow.recipe.output import LOCK_FILE, output_problem
 
 STATE_FILE = "state.json"
 RECIPE_FILE = "recipe.yaml"
+VERSION_FILE = "weight_version"
 MAY_CHANGE = frozenset({"steps", "output", "evaluation", "checkpoint", "export"})
 
 
@@ -125,6 +126,26 @@ class RunFolder:
                 f"{', '.join(changed)}; put these back, or start a new run with another output"
             )
         self.write_recipe(resolved_recipe)
+
+    def note_version(self, version: int) -> None:
+        """Keep that weights are published under this number, before anyone sees them."""
+        write_aside(self.path / VERSION_FILE, f"{version}\n")
+
+    def noted_version(self) -> int:
+        """The newest number that this run gave to weights; 0 when none is known.
+
+        ValueError when the note is damaged.
+        """
+        path = self.path / VERSION_FILE
+        if not path.exists():
+            return 0
+        text = path.read_text(encoding="utf-8").strip()
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(
+                f"{path} is damaged: it holds {text[:40]!r}, not the newest weight version; write "
+                f"the greatest weights/version of {self.path / 'metrics.jsonl'} plus 1 into it"
+            )
+        return int(text)
 
     def remove_partial(self) -> None:
         """Clear what an ended run left half-written."""

@@ -33,6 +33,7 @@ class Team:
 
     Args:
         on_event: is told what happens to rollout engines, on any thread.
+        note_version: keeps the number of each published version.
 
     Attributes:
         groups: every role's group, but for the rollout engines, which are the fleet's.
@@ -46,6 +47,7 @@ class Team:
         session: Session,
         stage: Stage,
         on_event: Callable[[FleetEvent], None],
+        note_version: Callable[[int], None],
     ) -> None:
         recipe = plan.recipe
         self.recipe = recipe
@@ -71,7 +73,7 @@ class Team:
             starting.wait_until_started()
         self.publisher: Publisher | None = None
         if engines:
-            self.publisher = Publisher(plan, self.groups["actor"], engines, on_event)
+            self.publisher = Publisher(plan, self.groups["actor"], engines, on_event, note_version)
 
     @property
     def rollout(self) -> Fleet[RolloutEngine]:

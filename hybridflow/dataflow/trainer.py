@@ -83,7 +83,7 @@ class Trainer:
         progress = checkpoint.progress
         self._team.begin_stage(self._plan.stages[progress.stage_index])
         self._team.load(checkpoint.folder / "actor")
-        self._team.version = progress.weight_version
+        self._team.version = max(progress.weight_version, self._folder.noted_version())
         if self._team.publisher is not None:
             self._team.publish()
         stage = self._plan.stages[progress.stage_index]

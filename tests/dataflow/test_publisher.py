@@ -30,8 +30,9 @@ class Publishers:
     def __init__(self, quickstart: Path, folder: Path, session: LocalSession) -> None:
         self._recipe = recipe_of(quickstart, folder)
         self.events: list[FleetEvent] = []
+        self.noted: list[int] = []
         plan = self._plan()
-        self.team = Team(plan, session, plan.stages[0], self.events.append)
+        self.team = Team(plan, session, plan.stages[0], self.events.append, self.noted.append)
         assert self.team.publisher is not None
         self._publisher = self.team.publisher
 
@@ -51,9 +52,9 @@ class Publishers:
         self._publisher.close()
         plan = self._plan(staleness, **sync)
         actor = self.team.groups["actor"]
-        self._publisher = Publisher(plan, actor, engines, self.events.append)
+        self._publisher = Publisher(plan, actor, engines, self.events.append, self.noted.append)
         self._publisher.version = self._publisher.fleet.version = version
-        assert self._publisher.publish() == version + 1
+        assert self._publisher.publish() == version + 1 == self.noted[-1]
         self.events.clear()
         return self._publisher
 

@@ -34,6 +34,17 @@ def test_newest_checkpoints_are_kept(tmp_path) -> None:
     assert folder.checkpoints()[-1].progress == progress(10)
 
 
+def test_the_newest_version_is_kept(tmp_path) -> None:
+    folder = create(tmp_path / "run", "name: a\n")
+    assert folder.noted_version() == 0
+    folder.note_version(7)
+    folder.note_version(8)
+    assert RunFolder(folder.path).noted_version() == 8
+    (folder.path / "weight_version").write_text("")
+    with pytest.raises(ValueError, match=r"weight_version is damaged: it holds ''.*metrics.jsonl"):
+        folder.noted_version()
+
+
 def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
     folder = create(tmp_path / "run", "name: a\n")
     save(folder, 1)
