@@ -32,6 +32,8 @@ from megatron_bridge.live import load_hf_config
 _DEADLINE = timedelta(minutes=5)
 STEP = 1e-6
 """Each version differs from the last by this in every element, as after a step of AdamW."""
+_CHANGED = 1 << 16
+"""Elements that are changed at once: this memory is not the publication's, which is watched."""
 
 
 class Trainer:
@@ -192,9 +194,9 @@ class _Rank:
         for index, tensor in self._engine.local_weights().items():
             seed = zlib.crc32(f"{index} {version}".encode())
             generator = torch.Generator().manual_seed(seed)
-            signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.int8)
-            with torch.no_grad():
-                tensor.view(-1).add_(signs.to(tensor.dtype).mul_(2).sub_(1), alpha=STEP)
+            for part in tensor.detach().view(-1).split(_CHANGED):
+                signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8)
+                part.add_(signs.to(part.dtype).mul_(2).sub_(1), alpha=STEP)
 
     def checksum(self, tp: int) -> str | None:
         """What a server of these weights must show; rank 0 knows."""

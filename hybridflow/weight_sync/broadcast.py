@@ -211,7 +211,7 @@ class _Route:
             # The server's scheduler blocks until rank 0 is there, so its store is open first.
             self._group = BroadcastGroup(backend, self._channel.own_host, world, group, seconds)
             self._tell(self._group.invitation)
-            self._group.join()
+            self._group.join(self._channel.take_receipts)
 
         self._keep_fault(act)
 

@@ -76,6 +76,12 @@ def _direct_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> Inb
 
 
 def _broadcast_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> Inbox:
+    if wiring.device == "cuda" and wiring.trainer[0] in wiring.engines[engine]:
+        raise ValueError(
+            "roles.rollout.sync.transport: broadcast needs a GPU of its own for trainer rank 0 and "
+            f"for each server rank (NCCL takes each once), and they share {wiring.trainer[0]}; "
+            "choose the transport direct, or take roles.rollout.colocate away"
+        )
     hosts = {seat.host for seat in (*wiring.trainer, *wiring.engines[engine])}
     listener = pairs.Listener(address if len(hosts) > 1 else _LOOPBACK)
     return BroadcastInbox(wiring, engine, local, listener)

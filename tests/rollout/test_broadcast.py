@@ -1,8 +1,9 @@
-"""What a broadcast is made of, without a server."""
+"""What a broadcast is made of."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.rollout.launch import ServerConfig, start_server
+from hybridflow.weight_sync.broadcast import BroadcastInbox, BroadcastOutbox
 from hybridflow.weight_sync.full_buckets import buckets
 from hybridflow.weight_sync.layout import hf_shapes
-from hybridflow.weight_sync.pairs import PairTimeout
+from hybridflow.weight_sync.pairs import Listener, PairTimeout
 from hybridflow.weight_sync.pairs.broadcast_group import BroadcastGroup
-from tests.rollout.broadcast_cases import config, weights
+from hybridflow.weight_sync.transports import make_inbox
+from megatron_bridge.reshard import Seat
+from tests.rollout.broadcast_cases import config, weights, wiring
 from tests.tiny_models import make_model
 from tests.weight_sync.pair_peers import LONG, Peer, serve_rank
 
@@ -100,3 +105,38 @@ def test_a_rank_that_dies_is_an_error():
                 group.flush()
     finally:
         rank.end()
+
+
+def test_a_server_that_does_not_join_ends_the_broadcast_in_its_words(model: Path, tmp_path: Path):
+    """The local engine has no such call; nobody waits for the deadline of joining."""
+    server = start_server(ServerConfig("local", model, start_timeout=LONG))
+    client = server.client()
+    wired = wiring(model, 1, seconds=10 * LONG)
+    inbox, outbox = (
+        BroadcastInbox(wired, 0, tmp_path, Listener()),
+        BroadcastOutbox(wired, 0, lambda: weights(model)),
+    )
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(inbox.load, client, 1)
+            sent = outbox.send({0: inbox.open(1)}, 1)
+            with pytest.raises(RuntimeError, match="init_weights_update_group"):
+                loading.result()
+        assert sent is not None
+        assert "init_weights_update_group" in sent.faults[0], sent
+    finally:
+        inbox.close()
+        client.close()
+        server.stop()
+
+
+def test_no_broadcast_between_ranks_of_one_gpu(model: Path, tmp_path: Path):
+    apart = replace(
+        wiring(model, 2),
+        device="cuda",
+        trainer=(Seat("here", 0),),
+        engines=((Seat("here", 1), Seat("here", 2)), (Seat("here", 3), Seat("here", 0))),
+    )
+    make_inbox(apart, 0, tmp_path, "127.0.0.1").close()
+    with pytest.raises(ValueError, match=r"transport: broadcast needs a GPU.*transport direct"):
+        make_inbox(apart, 1, tmp_path, "127.0.0.1")

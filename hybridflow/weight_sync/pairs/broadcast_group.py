@@ -8,6 +8,9 @@ side stays outside `torch.distributed`'s global state.
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from hybridflow.weight_sync.pairs.link import Deadline, PairError, PairTimeout
 
+_LOOK_SECONDS = 0.2
 _c10d: Any = torch.distributed  # its stubs lack what a group's own object can do
 
 
@@ -48,15 +52,22 @@ class BroadcastGroup:
         self._group: Any = None
         self._work: Any = None
 
-    def join(self) -> None:
-        """Form the group; PairTimeout when not all of the server's ranks came."""
+    def join(self, look: Callable[[], None] = lambda: None) -> None:
+        """Form the group.
+
+        Args:
+            look: called while the others are awaited; what it raises ends the wait.
+
+        Raises:
+            PairTimeout: not all of the server's ranks came.
+        """
         until = Deadline(self._seconds)
         device = "cuda" if self._backend == "nccl" else "cpu"
         store = _c10d.PrefixStore(self._name, self._store)
         for prefix in (f"{self._name}/", f"{device}/"):
             store = _c10d.PrefixStore(prefix, store)
         try:
-            self._group = self._make(store)
+            self._group = _while_looking(lambda: self._make(store), look)
         except RuntimeError as error:
             kind = PairTimeout if until.over() else PairError
             raise kind(f"the server did not join the group {self._name}: {error}") from error
@@ -82,3 +93,19 @@ class BroadcastGroup:
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = wait
         return _c10d.ProcessGroupNCCL(store, 0, self._world, options)
+
+
+def _while_looking(make: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """What ``make`` gives, or what ``look`` raises meanwhile; its thread then ends by itself."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="join", daemon=True).start()
+    while not wait([made], _LOOK_SECONDS).done:
+        look()
+    return made.result()

@@ -68,12 +68,21 @@ class PairChannel:
         group = self._open_group()
         self.flush()
         with self._naming(f"bucket {number} was not sent"):
-            while self._unreleased and self._link.readable():
-                self._take_receipt(Deadline(self.timeout))
+            self._read_receipts()
             self._link.send(links.BUCKET, number, tensor.numel())
             self._under_way = (number, group.send(tensor))
         self._unreleased.add(number)
         self.bytes_sent += tensor.numel()
+
+    def take_receipts(self) -> None:
+        """Read what the peer has said by now; PairError with its words if it gave up."""
+        if self._unreleased:
+            with self._naming(f"bucket {min(self._unreleased)} was not released"):
+                self._read_receipts()
+
+    def _read_receipts(self) -> None:
+        while self._unreleased and self._link.readable():
+            self._take_receipt(Deadline(self.timeout))
 
     def flush(self) -> None:
         """Wait until every bucket has left its memory."""
