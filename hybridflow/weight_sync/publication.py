@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybridflow.weight_sync.inbox import Fault, PhaseReport
 
+_ABANDONED_SECONDS = 30.0
+"""How long engines may take to notice that the trainer is gone, before that is told."""
 Send = Callable[[Mapping[int, Any], int], Any]
 """Endpoints by engine and the version to what the trainer's ranks say they sent, by rank."""
 
@@ -133,7 +135,13 @@ class _Attempt:
             loaded = self._finish(self._load(came)) if loads else came
         else:
             loading = self._load(opened)
-            proofs = self._send(send, endpoints)
+            try:
+                proofs = self._send(send, endpoints)
+            except BaseException:
+                # Loaders see that their senders ended. One that was still at it could break in on
+                # a later publication.
+                wait([future for _, future in loading], _ABANDONED_SECONDS)
+                raise
             loaded = self._finish(loading)
         self.proven = self.each("confirm", loaded, proofs)
         self.checksums = {link.engine: self._results[link.engine] for link in self.proven}

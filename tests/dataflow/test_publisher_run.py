@@ -15,18 +15,24 @@ from tests.dataflow.commands import TrainCommand
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 DP2 = ("roles.actor.parallel.dp=2", "roles.rollout.parallel.dp=2", "cluster.devices_per_node=4")
 
+VARIED = "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7\n"
+"""A reward that differs between samples, so that every step moves the weights."""
+
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
     """Where this test's runs share memory, and nothing else does."""
     folder = tmp_path / "shared"
     folder.mkdir()
+    (tmp_path / "varied.py").write_text(VARIED)
     return folder
 
 
 def start(recipe: Path, shared: Path, *arguments: str) -> TrainCommand:
     sync = f"roles.rollout.sync.directory={shared}"
-    return TrainCommand(recipe, *DP2, sync, "steps=2000", "checkpoint.every=2", *arguments)
+    reward = f"roles.reward.function={shared.parent / 'varied.py'}:varied"
+    own = (sync, reward, "steps=2000", "checkpoint.every=2")
+    return TrainCommand(recipe, *DP2, *own, *arguments)
 
 
 def steps(folder: Path) -> int:
