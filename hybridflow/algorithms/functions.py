@@ -23,6 +23,7 @@ class FunctionContext:
         seed: of the run.
         normalize_by_std: whether group-relative advantages are divided by the group's std.
         prompts_per_step: prompts that a step trains on.
+        kl_coef: weight of the KL in this step.
         previous: the node's own outputs of the round before, within a ``repeat_until`` of this
             step; None in the first round and outside of one.
     """
@@ -31,6 +32,7 @@ class FunctionContext:
     seed: int = 0
     normalize_by_std: bool = True
     prompts_per_step: int = 0
+    kl_coef: float = 0.0
     previous: Mapping[str, Any] | None = None
 
 

@@ -17,9 +17,11 @@ from hybridflow.data import (
     load_tokenizer,
 )
 from hybridflow.dataflow.feed import Feed
+from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
 from hybridflow.dataflow.runner import ConcurrentRunner, Runner
 from hybridflow.dataflow.signals import orderly_end
+from hybridflow.dataflow.state import SharedState
 from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.trainer import Records, Trainer
 from hybridflow.monitor import Console, RunWriter
@@ -56,7 +58,9 @@ def train(
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         with _ending(folder, records, begin_end):
             session = stack.enter_context(open_session(folder.path / "logs"))
-            team = Team(plan, session, plan.stages[0], records.fleet_event, folder.note_version)
+            state = SharedState(live_values(plan), records.state_change)
+            told = (records.fleet_event, folder.note_version)
+            team = Team(plan, session, plan.stages[0], *told, state)
             stack.callback(team.close)
             runner = runner or _concurrent(stack)
 

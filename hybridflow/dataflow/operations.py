@@ -57,6 +57,7 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
         seed=around.recipe.seed,
         normalize_by_std=algorithm.normalize_by_std,
         prompts_per_step=around.stage.prompts_per_step,
+        kl_coef=around.team.state["kl_coef"],
         previous=context.previous,
     )
     data = FUNCTIONS[str(node.function)](batch, told, **node.options)
@@ -74,7 +75,7 @@ def _generate(node: Node, around: Surroundings, batch: Batch, context: StepConte
         temperature = recipe.evaluation.temperature
     else:
         samples = around.stage.samples_per_prompt
-        temperature = recipe.roles.rollout.sampling.temperature
+        temperature = around.team.state["temperature"]
     seed = (
         recipe.seed * 7_919 + context.global_step * 104_729 + context.round * 15_485_863
     ) % 2**31
@@ -88,7 +89,7 @@ def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext)
 
 
 def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    temperature = around.recipe.roles.rollout.sampling.temperature
+    temperature = around.team.state["temperature"]
     return around.team.groups[str(node.role)].run(ModelWorker.logprobs, batch, temperature)
 
 

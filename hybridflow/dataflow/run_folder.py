@@ -8,8 +8,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,13 +25,18 @@ MAY_CHANGE = frozenset({"steps", "output", "evaluation", "checkpoint", "export"}
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; all that resuming needs beside the engine's state."""
+    """Where a run stands after a step; all that resuming needs beside the engine's state.
+
+    Attributes:
+        live: the live values, as ``SharedState.saved`` gives them; empty: as the recipe says.
+    """
 
     stage_index: int
     step: int
     global_step: int
     stream_position: int
     weight_version: int
+    live: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,13 @@ class RunFolder:
 def _read_progress(path: Path) -> Progress:
     try:
         progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
-        if all(type(value) is int for value in asdict(progress).values()):
+        numbers = {name: value for name, value in asdict(progress).items() if name != "live"}
+        if not all(type(value) is int for value in numbers.values()):
+            reason = "a value is no integer"
+        elif not isinstance(progress.live, dict):
+            reason = "`live` is no mapping"
+        else:
             return progress
-        reason = "a value is no integer"
     except (ValueError, TypeError) as error:
         reason = str(error)
     raise ValueError(f"{path} is damaged: {reason}; {MEND}")

@@ -12,6 +12,7 @@ import torch
 from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.publisher import Publisher
+from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.placement import engine_slots
@@ -34,6 +35,7 @@ class Team:
     Args:
         on_event: is told what happens to rollout engines, on any thread.
         note_version: keeps the number of each published version.
+        state: the run's live values, which calls read anew in every step.
 
     Attributes:
         groups: every role's group, but for the rollout engines, which are the fleet's.
@@ -48,9 +50,11 @@ class Team:
         stage: Stage,
         on_event: Callable[[FleetEvent], None],
         note_version: Callable[[int], None],
+        state: SharedState,
     ) -> None:
         recipe = plan.recipe
         self.recipe = recipe
+        self.state = state
         self.kinds = recipe.roles.kinds()
         self._version = 0
         self.memory: dict[str, float] = {}
@@ -117,13 +121,13 @@ class Team:
         return RewardWorker, section.workers, settings
 
     def sampling(self, temperature: float, seed: int) -> Sampling:
-        """The recipe's sampling at a temperature and seed."""
-        told = self.recipe.roles.rollout.sampling
+        """The live sampling settings at a temperature and seed."""
+        state = self.state
         return Sampling(
-            max_tokens=told.max_tokens,
+            max_tokens=int(state["max_tokens"]),
             temperature=temperature,
-            top_p=told.top_p,
-            top_k=told.top_k,
+            top_p=state["top_p"],
+            top_k=int(state["top_k"]),
             seed=seed,
         )
 
@@ -139,13 +143,14 @@ class Team:
             dual_clip=algorithm.dual_clip or LossSettings.dual_clip,
             tau_positive=gate.tau_positive,
             tau_negative=gate.tau_negative,
-            kl_coef=algorithm.kl.coef,
+            kl_coef=self.state["kl_coef"],
             kl_estimator=algorithm.kl.estimator,
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
-            temperature=self.recipe.roles.rollout.sampling.temperature if stage.generates else 1.0,
+            temperature=self.state["temperature"] if stage.generates else 1.0,
             mini_batches=stage.mini_batches,
             epochs=stage.epochs,
+            lr_scale=self.state["actor_lr"] / stage.optimizer.lr,
             agreement_threshold=algorithm.agreement.threshold,
             agreement_bound=algorithm.agreement.bound if stage.generates else None,
             weight_version=self.version if stage.generates else None,

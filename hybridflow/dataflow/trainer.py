@@ -12,6 +12,7 @@ from hybridflow.dataflow.observer import Decode, Observer
 from hybridflow.dataflow.operations import Surroundings, operations
 from hybridflow.dataflow.run_folder import Checkpoint, Progress, RunFolder
 from hybridflow.dataflow.runner import Runner
+from hybridflow.dataflow.state import Change
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
 from hybridflow.monitor import Console, RunWriter
@@ -36,6 +37,12 @@ class Records:
         self.writer.event(event.kind, event.text, engine=event.engine, log=event.log)
         self.console.event(event.kind, event.text)
 
+    def state_change(self, change: Change) -> None:
+        """Keep and show a change of live values."""
+        details = {"version": change.version, "by": change.by, "values": dict(change.values)}
+        self.writer.event("state", str(change), **details)
+        self.console.event("state", str(change))
+
 
 class Trainer:
     """Runs the stages of a plan, from the start or from a checkpoint.
@@ -55,6 +62,7 @@ class Trainer:
     ) -> None:
         self._plan = plan
         self._team = team
+        self._state = team.state
         self._feeds = feeds
         self._folder = folder
         self._records = records
@@ -73,6 +81,7 @@ class Trainer:
             resumed = resume if index == first else None
             if resumed is None and index > 0:
                 self._team.begin_stage(stage)
+                self._state.put(actor_lr=stage.optimizer.lr)
             self._run_stage(index, stage, resumed.progress.step if resumed else 0)
         if self._plan.recipe.export:
             self._team.export(self._folder.export_path)
@@ -84,11 +93,21 @@ class Trainer:
         self._team.begin_stage(self._plan.stages[progress.stage_index])
         self._team.load(checkpoint.folder / "actor")
         self._team.version = max(progress.weight_version, self._folder.noted_version())
+        self._restore_state(checkpoint)
         if self._team.publisher is not None:
             self._team.publish()
         stage = self._plan.stages[progress.stage_index]
         self._feeds[stage.name].stream.seek(progress.stream_position)
         self._records.event("resume", f"from {checkpoint.folder}, after step {progress.step}")
+
+    def _restore_state(self, checkpoint: Checkpoint) -> None:
+        progress = checkpoint.progress
+        try:
+            if progress.live:
+                self._state.restore(progress.live)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder} does not fit this run: {error}") from error
+        self._state.put(step=progress.global_step, weight_version=self._team.version)
 
     def _run_stage(self, index: int, stage: Stage, done: int) -> None:
         feed = self._feeds[stage.name]
@@ -102,8 +121,10 @@ class Trainer:
         observer = Observer(stage.graph, kinds, self._decode)
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
         for step in range(done + 1, stage.steps + 1):
+            self._state.apply()
             start = time.perf_counter()
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
+            self._state.put(step=before + step, weight_version=self._team.version)
             self._record(outcome, observer, time.perf_counter() - start)
             self._finish_checkpoint()
 
@@ -126,6 +147,7 @@ class Trainer:
             global_step=context.global_step,
             stream_position=self._feeds[stage.name].stream.position,
             weight_version=self._team.version,
+            live=self._state.saved(),
         )
         partial = self._folder.begin_checkpoint(progress)
         self._team.save(partial / "actor")

@@ -60,6 +60,7 @@ class LossSettings:
         temperature: of the sampler; logits are divided by it here too.
         mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
         epochs: passes over the batch.
+        lr_scale: times the schedule's learning rate at each optimizer step.
         agreement_threshold: of a token's difference between rollout and trainer, in nats, above
             which it is counted.
         agreement_bound: largest such difference, above which the update is an error; None: any.
@@ -80,6 +81,7 @@ class LossSettings:
     temperature: float = 1.0
     mini_batches: int = 1
     epochs: int = 1
+    lr_scale: float = 1.0
     agreement_threshold: float = 0.01
     agreement_bound: float | None = None
     weight_version: int | None = None

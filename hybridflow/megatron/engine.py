@@ -141,7 +141,7 @@ class Engine:
         for epoch in range(loss.epochs):
             for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
                 pack_loss = measured.of(rows, normaliser, first=epoch == place == 0)
-                norm, rate = self._step(optimizer, rows, loss.temperature, pack_loss)
+                norm, rate = self._step(optimizer, rows, loss, pack_loss)
                 norms.append(norm)
         metrics = measured.reduce(parts)
         if not math.isfinite(metrics["loss"]):
@@ -149,13 +149,13 @@ class Engine:
         return {**metrics, "grad_norm": sum(norms) / len(norms), "lr": rate}
 
     def _step(
-        self, optimizer: ModelOptimizer, rows: Rows, temperature: float, loss: PackLoss
+        self, optimizer: ModelOptimizer, rows: Rows, loss: LossSettings, pack_loss: PackLoss
     ) -> tuple[float, float]:
         """One optimizer step; gradient norm and learning rate."""
         optimizer.zero_grad()
-        self._packed.forward_backward(rows.packs, temperature, loss)
+        self._packed.forward_backward(rows.packs, loss.temperature, pack_loss)
         try:
-            return optimizer.step()
+            return optimizer.step(loss.lr_scale)
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"{self._where()}: {error}; no parameter has moved. Lower the learning rate, or "

@@ -54,8 +54,11 @@ class ModelOptimizer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def step(self) -> tuple[float, float]:
+    def step(self, scale: float = 1.0) -> tuple[float, float]:
         """Clips the gradients and moves the parameters; gradient norm before clipping, and rate.
+
+        Args:
+            scale: of the schedule's learning rate.
 
         Raises:
             FloatingPointError: the gradient norm is not finite, on every rank; nothing has moved.
@@ -70,7 +73,7 @@ class ModelOptimizer:
             for part in optimizer.chained_optimizers:
                 parameters: list[Tensor] = list(part.get_parameters())
                 clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
-        rate = self._set_rates()
+        rate = self._set_rates(scale)
         optimizer.step_with_ready_grads()
         self.steps += 1
         return grad_norm, rate
@@ -84,8 +87,8 @@ class ModelOptimizer:
         """Undo ``offload``."""
         self._optimizer.restore_from_cpu()
 
-    def _set_rates(self) -> float:
-        rate = learning_rate(self.settings, self.steps)
+    def _set_rates(self, scale: float) -> float:
+        rate = learning_rate(self.settings, self.steps) * scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]

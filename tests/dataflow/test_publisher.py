@@ -12,7 +12,9 @@ import torch
 
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.publisher import Publisher
+from hybridflow.dataflow.state import SharedState
 from hybridflow.dataflow.team import Team
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
@@ -32,7 +34,8 @@ class Publishers:
         self.events: list[FleetEvent] = []
         self.noted: list[int] = []
         plan = self._plan()
-        self.team = Team(plan, session, plan.stages[0], self.events.append, self.noted.append)
+        told = (self.events.append, self.noted.append)
+        self.team = Team(plan, session, plan.stages[0], *told, SharedState(live_values(plan)))
         assert self.team.publisher is not None
         self._publisher = self.team.publisher
 

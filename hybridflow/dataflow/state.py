@@ -1,0 +1,218 @@
+"""The run's live values: what may be changed while it goes on, and by how much.
+
+The recipe says where each value begins and never changes. A change is checked as a whole,
+gets a version and a record, and comes into force between two steps: within a step every reader
+sees the same values.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.recipe.names import advice
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that a run reads anew in every step.
+
+    Attributes:
+        start: where the recipe lets it begin; an ``int`` makes it a whole number for good.
+        low, high: bounds, both allowed.
+        never: numbers between the bounds that are refused.
+        fixed: why nobody may change it in this run; empty where one may.
+    """
+
+    name: str
+    start: float
+    low: float
+    high: float
+    description: str = ""
+    never: tuple[float, ...] = ()
+    fixed: str = ""
+
+    def __post_init__(self) -> None:
+        if problem := self.problem(self.start):
+            raise ValueError(f"{problem}; it is where the recipe lets the run begin")
+
+    def problem(self, value: Any) -> str | None:
+        """Why ``value`` does not fit, or None."""
+        whole = isinstance(self.start, int)
+        kinds = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return f"'{self.name}' is a {'whole' if whole else 'finite'} number, not {value!r}"
+        if not self.low <= value <= self.high or value in self.never:
+            besides = f" and never {', '.join(map(str, self.never))}" if self.never else ""
+            return (
+                f"'{self.name}' = {value:g} is out of bounds: it is between {self.low:g} and "
+                f"{self.high:g}{besides}"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that was accepted, in force from the next step on.
+
+    Attributes:
+        by: who asked for it.
+        values: name -> value before and after.
+    """
+
+    version: int
+    by: str
+    values: Mapping[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        moves = ", ".join(f"{name} {old:g} -> {new:g}" for name, (old, new) in self.values.items())
+        return f"version {self.version} by {self.by}: {moves}, from the next step on"
+
+
+class StateConflict(ValueError):
+    """The change meets another one, or a value that this run does not let go."""
+
+
+class SharedState:
+    """Live values by name. Safe to use from several threads.
+
+    Args:
+        record: is told each change, in the order of their versions.
+    """
+
+    def __init__(
+        self, values: Iterable[LiveValue], record: Callable[[Change], None] = lambda change: None
+    ) -> None:
+        self.declared = {value.name: value for value in values}
+        self._record = record
+        self._lock = threading.Lock()
+        self._accepted: dict[str, float] = {v.name: v.start for v in self.declared.values()}
+        self._in_force = dict(self._accepted)
+        self._version = 0
+        self._version_in_force = 0
+
+    def __getitem__(self, name: str) -> float:
+        """The value in force."""
+        return self._in_force[self._known(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.declared
+
+    @property
+    def version(self) -> int:
+        """Of the latest accepted change; 0 before the first."""
+        return self._version
+
+    @property
+    def version_in_force(self) -> int:
+        """Of the values that this step reads."""
+        return self._version_in_force
+
+    def change(self, values: Mapping[str, Any], by: str, expected: int | None = None) -> int:
+        """Accept all of ``values`` or none; they come into force with the next ``apply``.
+
+        Args:
+            expected: version that the change was made for; None: any.
+
+        Returns:
+            The version that the values now have; values as they were make no new one.
+
+        Raises:
+            StateConflict: ``expected`` is past, or this run lets nobody change a value.
+            ValueError: an unknown name, or a value out of its bounds; every one is named.
+        """
+        with self._lock:
+            self._check(values, expected)
+            return self._accept(values, by)
+
+    def revise(self, name: str, rule: Callable[[float], float], by: str) -> int:
+        """Accept ``rule(value)``, held within the bounds; the value is the latest accepted one."""
+        with self._lock:
+            value = self.declared[self._known(name)]
+            new = min(max(rule(self._accepted[name]), value.low), value.high)
+            return self._accept({name: new}, by)
+
+    def apply(self) -> None:
+        """Bring what was accepted into force; called between steps alone."""
+        with self._lock:
+            self._in_force = dict(self._accepted)
+            self._version_in_force = self._version
+
+    def put(self, **values: float) -> None:
+        """What the run itself counts or begins anew: in force at once, without a version."""
+        with self._lock:
+            self._check(values, None, fixed_too=True)
+            self._accepted |= values
+            self._in_force = self._in_force | values
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """Every value by name: in force, accepted, bounds, and why it is fixed, if it is."""
+        with self._lock:
+            return {
+                name: {
+                    "value": self._in_force[name],
+                    "next": self._accepted[name],
+                    "low": value.low,
+                    "high": value.high,
+                    "description": value.description,
+                    **({"fixed": value.fixed} if value.fixed else {}),
+                }
+                for name, value in self.declared.items()
+            }
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds: the accepted values and their version, as plain numbers."""
+        with self._lock:
+            return {"version": self._version, "values": dict(self._accepted)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from ``saved``.
+
+        Raises:
+            ValueError: it holds a value that this run does not have, or one out of its bounds.
+        """
+        with self._lock:
+            values, version = saved.get("values"), saved.get("version")
+            if not isinstance(values, dict) or type(version) is not int:
+                raise ValueError(f"no saved live values: {saved!r}")
+            self._check(values, None, fixed_too=True)
+            self._accepted |= values
+            self._in_force = dict(self._accepted)
+            self._version = self._version_in_force = version
+
+    def _accept(self, values: Mapping[str, float], by: str) -> int:
+        old = self._accepted
+        moved = {name: (old[name], new) for name, new in values.items() if new != old[name]}
+        if moved:
+            self._version += 1
+            self._accepted = {**old, **{name: new for name, (_, new) in moved.items()}}
+            self._record(Change(self._version, by, moved))
+        return self._version
+
+    def _check(
+        self, values: Mapping[str, Any], expected: int | None, fixed_too: bool = False
+    ) -> None:
+        if expected is not None and expected != self._version:
+            raise StateConflict(
+                f"the change is for version {expected}, but the live values have version "
+                f"{self._version} by now; read them again"
+            )
+        for name in values:
+            self._known(name)
+        problems = [self.declared[name].problem(value) for name, value in values.items()]
+        if found := [problem for problem in problems if problem]:
+            raise ValueError("; ".join(found))
+        held = [self.declared[n] for n in values if self.declared[n].fixed and not fixed_too]
+        if held:
+            raise StateConflict("; ".join(f"'{v.name}' is fixed: {v.fixed}" for v in held))
+
+    def _known(self, name: str) -> str:
+        if name not in self.declared:
+            raise ValueError(
+                f"there is no live value '{name}'; {advice(name, self.declared)} All: "
+                f"{', '.join(sorted(self.declared))}"
+            )
+        return name
