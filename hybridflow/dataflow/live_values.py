@@ -19,11 +19,12 @@ def live_values(plan: Plan) -> list[LiveValue]:
     older = _OLDER_SAMPLES if any(node.delay for node in nodes) else ""
     rate, fastest = plan.stages[0].optimizer.lr, max(s.optimizer.lr for s in plan.stages)
     tokens, coef, heat = sampling.max_tokens, algorithm.kl.coef, sampling.temperature
+    least = min(1e-6, coef) if algorithm.kl.adaptive else 0  # times anything, 0 stays 0
     return [
         LiveValue("step", 0, 0, LARGEST, "steps that have ended, over all stages", fixed=_RUNS),
         LiveValue("weight_version", 0, 0, LARGEST, "version that the servers hold", fixed=_RUNS),
         LiveValue("actor_lr", rate, 0, max(1.0, fastest), "peak of the actor's learning rate"),
-        LiveValue("kl_coef", coef, 0, max(100.0, coef), "weight of the KL", fixed=no_kl),
+        LiveValue("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
         LiveValue(
             "temperature", heat, min(0.01, heat), max(10.0, heat), "of sampling", fixed=older
         ),

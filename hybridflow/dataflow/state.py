@@ -60,12 +60,14 @@ class Change:
 
     Attributes:
         by: who asked for it.
+        rule: whether a rule of the recipe did, which may move it in every step.
         values: name -> value before and after.
     """
 
     version: int
     by: str
     values: Mapping[str, tuple[float, float]]
+    rule: bool = False
 
     def __str__(self) -> str:
         moves = ", ".join(f"{name} {old:g} -> {new:g}" for name, (old, new) in self.values.items())
@@ -91,6 +93,7 @@ class SharedState:
         self._lock = threading.Lock()
         self._accepted: dict[str, float] = {v.name: v.start for v in self.declared.values()}
         self._in_force = dict(self._accepted)
+        self._moved: frozenset[str] = frozenset()
         self._version = 0
         self._version_in_force = 0
 
@@ -129,11 +132,11 @@ class SharedState:
             return self._accept(values, by)
 
     def revise(self, name: str, rule: Callable[[float], float], by: str) -> int:
-        """Accept ``rule(value)``, held within the bounds; the value is the latest accepted one."""
+        """Accept ``rule(value)``, held within the bounds; ``value`` is the latest accepted one."""
         with self._lock:
             value = self.declared[self._known(name)]
             new = min(max(rule(self._accepted[name]), value.low), value.high)
-            return self._accept({name: new}, by)
+            return self._accept({name: new}, by, rule=True)
 
     def apply(self) -> None:
         """Bring what was accepted into force; called between steps alone."""
@@ -147,6 +150,10 @@ class SharedState:
             self._check(values, None, fixed_too=True)
             self._accepted |= values
             self._in_force = self._in_force | values
+
+    def moved(self) -> dict[str, float]:
+        """The values in force of all names that a change has ever touched."""
+        return {name: self._in_force[name] for name in sorted(self._moved)}
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """Every value by name: in force, accepted, bounds, and why it is fixed, if it is."""
@@ -166,7 +173,8 @@ class SharedState:
     def saved(self) -> dict[str, Any]:
         """What a checkpoint holds: the accepted values and their version, as plain numbers."""
         with self._lock:
-            return {"version": self._version, "values": dict(self._accepted)}
+            values, moved = dict(self._accepted), sorted(self._moved)
+            return {"version": self._version, "values": values, "moved": moved}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from ``saved``.
@@ -175,21 +183,27 @@ class SharedState:
             ValueError: it holds a value that this run does not have, or one out of its bounds.
         """
         with self._lock:
-            values, version = saved.get("values"), saved.get("version")
-            if not isinstance(values, dict) or type(version) is not int:
+            values, version, moved = (saved.get(key) for key in ("values", "version", "moved"))
+            if (
+                not isinstance(values, dict)
+                or type(version) is not int
+                or not isinstance(moved, list)
+            ):
                 raise ValueError(f"no saved live values: {saved!r}")
             self._check(values, None, fixed_too=True)
             self._accepted |= values
             self._in_force = dict(self._accepted)
+            self._moved = frozenset(self._known(name) for name in moved)
             self._version = self._version_in_force = version
 
-    def _accept(self, values: Mapping[str, float], by: str) -> int:
+    def _accept(self, values: Mapping[str, float], by: str, rule: bool = False) -> int:
         old = self._accepted
         moved = {name: (old[name], new) for name, new in values.items() if new != old[name]}
         if moved:
             self._version += 1
+            self._moved = self._moved | moved.keys()
             self._accepted = {**old, **{name: new for name, (_, new) in moved.items()}}
-            self._record(Change(self._version, by, moved))
+            self._record(Change(self._version, by, moved, rule))
         return self._version
 
     def _check(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybridflow.dataflow import controllers
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.observer import Decode, Observer
 from hybridflow.dataflow.operations import Surroundings, operations
@@ -40,8 +41,9 @@ class Records:
     def state_change(self, change: Change) -> None:
         """Keep and show a change of live values."""
         details = {"version": change.version, "by": change.by, "values": dict(change.values)}
-        self.writer.event("state", str(change), **details)
-        self.console.event("state", str(change))
+        self.writer.event("state", str(change), rule=change.rule, **details)
+        if not change.rule:  # a rule may move a value in every step
+            self.console.event("state", str(change))
 
 
 class Trainer:
@@ -125,19 +127,23 @@ class Trainer:
             start = time.perf_counter()
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
             self._state.put(step=before + step, weight_version=self._team.version)
-            self._record(outcome, observer, time.perf_counter() - start)
+            metrics = self._record(outcome, observer, time.perf_counter() - start)
+            controllers.move(self._state, self._plan.recipe, metrics, stage.samples)
             self._finish_checkpoint()
 
-    def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> None:
+    def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> dict[str, float]:
+        """Keep and show the step; its metrics."""
         context = outcome.context
         metrics = observer.metrics(outcome, self._team.last_publish) | self._team.memory
         if "update/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["update/tokens"] / seconds
+        metrics |= {f"state/{name}": value for name, value in self._state.moved().items()}
         nodes = outcome.timings.seconds
         writer = self._records.writer
         writer.rollouts(context.step, observer.rollouts(outcome), stage=context.stage)
         writer.step(context.step, context.stage, metrics, nodes, seconds)
         self._records.console.step(context.step, context.stage, metrics, nodes, seconds)
+        return metrics
 
     def _save(self, index: int, stage: Stage, context: StepContext) -> str:
         """The run after this step, in a folder that does not count yet; its name when it does."""
@@ -147,7 +153,6 @@ class Trainer:
             global_step=context.global_step,
             stream_position=self._feeds[stage.name].stream.position,
             weight_version=self._team.version,
-            live=self._state.saved(),
         )
         partial = self._folder.begin_checkpoint(progress)
         self._team.save(partial / "actor")
@@ -155,10 +160,15 @@ class Trainer:
         return str(partial.with_suffix(""))
 
     def _finish_checkpoint(self) -> None:
-        """A checkpoint counts once its step is recorded: what goes on from it leaves no gap."""
+        """A checkpoint counts once its step is recorded: what goes on from it leaves no gap.
+
+        It holds the live values of the step that follows.
+        """
         if self._unfinished is None:
             return
         keep = self._plan.recipe.checkpoint.keep
-        folder = self._folder.finish_checkpoint(*self._unfinished, keep)
+        partial, progress = self._unfinished
+        progress = replace(progress, live=self._state.saved())
+        folder = self._folder.finish_checkpoint(partial, progress, keep)
         self._unfinished = None
         self._records.event("checkpoint", str(folder))

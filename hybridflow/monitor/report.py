@@ -62,6 +62,7 @@ def _heading(title: str, folder: Path, events: list[Row]) -> str:
 
 
 def _events(events: list[Row]) -> str:
+    events = [event for event in events if not event.get("rule")]  # one a step: a curve
     if not events:
         return ""
     rows = []

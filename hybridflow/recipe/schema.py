@@ -71,12 +71,28 @@ class WarmStartSection(OptimizerSection):
     prompts_per_step: Count = Field(examples=[1], description="rows of a step")
 
 
+class AdaptiveKlSection(Section):
+    """A coefficient that moves until the measured KL is near a target."""
+
+    target: Positive = Field(
+        examples=[0.01], description="KL to hold, in nats a token, as `update/kl` measures it"
+    )
+    horizon: Positive = Field(
+        examples=[10000],
+        description="samples over which the coefficient answers: a step changes it by at most a "
+        "fifth of its samples over this",
+    )
+
+
 class KlSection(Section):
     """The penalty for leaving the reference."""
 
     coef: NotNegative = Field(default=0.0, description="weight of the KL term in the loss")
     estimator: Literal["k1", "k2", "k3", "abs"] = Field(
         default="k3", description="estimator of the KL"
+    )
+    adaptive: AdaptiveKlSection | None = Field(
+        default=None, description="moves the coefficient, from `coef` on; null: it stays"
     )
 
 

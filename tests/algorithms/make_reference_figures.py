@@ -54,6 +54,7 @@ def main() -> None:
         "advantages": advantages(inputs, mask),
         "losses": {name: loss(inputs, mask, *LOSSES[name]) for name in LOSSES},
         "aggregation": aggregation(inputs, mask),
+        "adaptive_kl": adaptive_kl(),
     }
     FILE.write_text(json.dumps(figures) + "\n", encoding="utf-8")
 
@@ -82,6 +83,20 @@ def advantages(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str,
     found["reinforce_pp_baseline"] = estimate("reinforce_plus_plus_baseline")
     found["gdpo"] = gdpo(inputs, one, groups)
     return found
+
+
+def adaptive_kl() -> dict[str, Any]:
+    """The coefficient after each of some measured KLs."""
+    kls = [0.02, 0.005, 0.011, 0.0, 1.0, 0.0103, -0.001]
+    settings = {"coef": 0.05, "target": 0.01, "horizon": 1000, "samples": 96}
+    controller = core_algos.AdaptiveKLController(
+        settings["coef"], settings["target"], settings["horizon"]
+    )
+    values = []
+    for kl in kls:
+        controller.update(kl, settings["samples"])
+        values.append(float(controller.value))
+    return {**settings, "kl": kls, "values": values}
 
 
 def gdpo(inputs: dict[str, torch.Tensor], mask: torch.Tensor, groups: np.ndarray) -> Any:

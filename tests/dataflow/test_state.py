@@ -133,8 +133,8 @@ def test_what_is_saved_goes_on(changes: list[dict[str, float]]) -> None:
     ("saved", "message"),
     [
         ({"version": 1}, "no saved live values"),
-        ({"version": 1, "values": {"lost": 1.0}}, "no live value 'lost'"),
-        ({"version": 1, "values": {"coef": 2.0}}, "'coef' = 2 is out of bounds"),
+        ({"version": 1, "moved": [], "values": {"lost": 1.0}}, "no live value 'lost'"),
+        ({"version": 1, "moved": [], "values": {"coef": 2.0}}, "'coef' = 2 is out of bounds"),
     ],
 )
 def test_what_does_not_fit_is_not_restored(saved: dict, message: str) -> None:
@@ -234,3 +234,25 @@ def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
     assert "algorithm.kl.coef is 0" in values["kl_coef"].fixed
     assert values["max_tokens"].high == 5, "what the servers and packs were sized for"
     assert not values["temperature"].fixed
+
+
+def test_the_kl_coefficient_moves_between_steps(make_recipe) -> None:
+    """By the paper's rule on the KL that each step measured, over a restart too."""
+
+    def run(steps: int, **options: bool) -> list[dict[str, float]]:
+        recipe = make_recipe(
+            *("warm_start=null", "evaluation=null", "roles.reference={colocate: actor}"),
+            "algorithm.kl={coef: 0.1, adaptive: {target: 0.001, horizon: 48}}",
+            *(f"steps={steps}", "checkpoint.every=2"),
+        )
+        launch = LaunchOptions(live=False, **options)
+        folder = train(compile_recipe(recipe), lambda logs: LocalSession(), launch, SerialRunner())
+        return [row["metrics"] for row in read_metrics(folder)]
+
+    run(2)
+    coef = 0.1
+    for step in run(3, resume=True):
+        assert step.get("state/kl_coef", 0.1) == pytest.approx(coef, rel=1e-12)
+        error = min(max(step["update/kl"] / 0.001 - 1, -0.2), 0.2)
+        coef *= 1 + error * 24 / 48
+    assert coef != 0.1

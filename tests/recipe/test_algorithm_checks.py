@@ -38,7 +38,15 @@ def test_a_group_of_one_is_a_fault(workspace: Path, name: str):
     assert "set data.samples_per_prompt to 2 or more" in found[0]
 
 
+ADAPTIVE = "algorithm.kl={coef: 0.1, adaptive: {target: 0.01, horizon: 1000}}"
 SETTINGS = [
+    (["algorithm.kl={adaptive: {target: 0.1, horizon: 100}}"], "kl.coef, which is 0", "set coef"),
+    (["algorithm.kl.adaptive={target: 0.1}"], "adaptive.horizon` is missing", "add `horizon"),
+    (
+        [ADAPTIVE, "algorithm.kl.adaptive.horizon=3.0", "roles.reference={colocate: actor}"],
+        "horizon=3 is less than a step's samples",
+        "at least 12",
+    ),
     (["algorithm.dual_clip=3.0"], "command line: algorithm.dual_clip does nothing", "dual_clip"),
     (["algorithm.sapo={tau_positive: 2.0}"], "algorithm.sapo does nothing", "reads it: sapo"),
     (["dataflow=sapo", "algorithm.clip=0.1"], "algorithm.clip does nothing", "ppo_clip, dual_clip"),

@@ -78,6 +78,30 @@ def _per_token(stage: Stage, node: Node) -> bool:
     return any(kind.axis is Axis.TOKENS for kind in outputs)
 
 
+def adaptive_faults(context: Context) -> Iterator[Fault]:
+    """An adaptive KL coefficient that cannot move, or has no KL to move by."""
+    section = context.recipe.algorithm.kl
+    if section.adaptive is None:
+        return
+    key = "algorithm.kl.adaptive"
+    if section.coef == 0:
+        what = f"{key} multiplies algorithm.kl.coef, which is 0"
+        yield context.fault(key, what, "set coef to where it begins, such as 0.001")
+        return
+    for stage in context.stages:
+        if stage.name == "main" and section.adaptive.horizon < stage.samples:
+            what = f"{key}.horizon={section.adaptive.horizon:g} is less than a step's samples"
+            fix = f"set it to at least {stage.samples}, such as {10 * stage.samples}"
+            yield context.fault(f"{key}.horizon", what, fix)
+        if stage.name == "main" and not any(_measures_kl(node) for node in stage.graph.nodes):
+            what = f"{key} has no KL to go by: no node of the dataflow takes `ref_logprobs`"
+            yield context.fault(key, what, "give them to the update, or remove `adaptive`")
+
+
+def _measures_kl(node: Node) -> bool:
+    return "ref_logprobs" in node.inputs
+
+
 def reward_faults(context: Context) -> Iterator[Fault]:
     """Options of advantage functions that do not fit their inputs."""
     for stage in context.stages:
@@ -113,5 +137,6 @@ CHECKS = (
     Check(GRAPHS, unused_faults),
     Check(("algorithm", "roles.rollout"), aggregation_faults),
     Check(GRAPHS, sequence_faults),
+    Check((*GRAPHS, "data"), adaptive_faults),
     Check(GRAPHS, reward_faults),
 )

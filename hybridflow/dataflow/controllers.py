@@ -1,0 +1,33 @@
+"""What moves live values by itself after a step, by what the step measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+from hybridflow.algorithms.adaptive_kl import adaptive_coefficient
+from hybridflow.dataflow.state import SharedState
+from hybridflow.recipe.schema import Recipe
+
+MEASURED_KL = ("update/kl", "reward/kl")
+"""Where a step measures the KL to the reference: in the loss, or in token rewards."""
+
+
+def move(state: SharedState, recipe: Recipe, metrics: Mapping[str, float], samples: int) -> None:
+    """Let every controller of the recipe act on a step of ``samples`` samples.
+
+    A step that measured nothing (the graph's ``delay`` kept its update away) moves nothing.
+    """
+    adaptive = recipe.algorithm.kl.adaptive
+    kl = next((metrics[name] for name in MEASURED_KL if name in metrics), None)
+    if adaptive is None or kl is None or not math.isfinite(kl):
+        return
+    rule = partial(
+        adaptive_coefficient,
+        kl=kl,
+        target=adaptive.target,
+        horizon=adaptive.horizon,
+        samples=samples,
+    )
+    state.revise("kl_coef", rule, by="algorithm.kl.adaptive")
