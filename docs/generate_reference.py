@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.graph_load import NODE_KEYS
+from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_roles import RewardSection, RolesSection
 from hybridflow.recipe.section import Section
@@ -113,7 +114,8 @@ def _rewards() -> Iterator[str]:
     yield "| `function` | Meaning | `parameters` |"
     yield "|---|---|---|"
     for name, entry in catalogue.REWARDS.items():
-        yield f"| `{name}` | {entry.description} | {_options(entry.parameters) or 'none'} |"
+        told = f"{entry.description}{_aliases(catalogue.REWARDS, name)}"
+        yield f"| `{name}` | {told} | {_options(entry.parameters) or 'none'} |"
     yield ""
 
 
@@ -149,7 +151,16 @@ def _functions() -> Iterator[str]:
     yield from ("## Functions", "")
     for name, signature in catalogue.FUNCTIONS.items():
         yield f"### `{name}`"
-        yield from ("", *_signature(signature))
+        yield ""
+        if others := _aliases(catalogue.FUNCTIONS, name):
+            yield from (others.removeprefix("; ").capitalize() + ".", "")
+        yield from _signature(signature)
+
+
+def _aliases(registry: Registry[Any], name: str) -> str:
+    """``; also `alias```, empty where there is none."""
+    others = [f"`{alias}`" for alias, entry in registry.aliases.items() if entry == name]
+    return f"; also {', '.join(others)}" if others else ""
 
 
 def _signature(signature: Signature) -> Iterator[str]:
@@ -182,7 +193,7 @@ def _words() -> Iterator[str]:
     yield from ("## Losses", "", "| `loss` | Meaning | Needs |", "|---|---|---|")
     for name, loss in catalogue.LOSSES.items():
         needs = ", ".join(f"`{parameter}`" for parameter in loss.needs) or "nothing more"
-        yield f"| `{name}` | {loss.description} | {needs} |"
+        yield f"| `{name}` | {loss.description}{_aliases(catalogue.LOSSES, name)} | {needs} |"
     yield from ("", "## Conditions of `when`", "", "| Word | True where |", "|---|---|")
     for name, text in catalogue.CONDITIONS.items():
         yield f"| `{name}` | {text} |"

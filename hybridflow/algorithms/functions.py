@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hybridflow.algorithms import advantages, rewards_math
 from hybridflow.batch import Batch
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _per_prompt(batch: Batch, name: str) -> Tensor:
     return batch[name].reshape(batch.prompts, batch.samples_per_prompt)
 
 
-FUNCTIONS: dict[str, Function] = {
+_FUNCTIONS: dict[str, Function] = {
     "group_relative": group_relative,
     "rloo": rloo,
     "opo": opo,
@@ -148,3 +150,5 @@ FUNCTIONS: dict[str, Function] = {
     "weighted_sum": weighted_sum,
     "accumulate_signal": accumulate_signal,
 }
+
+FUNCTIONS = Registry("function", _FUNCTIONS, aliases=catalogue.FUNCTIONS.aliases)

@@ -11,7 +11,6 @@ from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import LossSettings
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.names import hint
 
 LOGPROBS = ("old_logprobs", "ref_logprobs")
 
@@ -67,7 +66,7 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
 def check_fields(batch: Batch, loss: LossSettings) -> None:
     """ValueError when ``loss`` is unknown or needs a field that ``batch`` lacks."""
     if loss.name not in LOSSES:
-        raise ValueError(f"loss '{loss.name}' is unknown: {hint(loss.name, LOSSES)}")
+        raise ValueError(LOSSES.unknown(loss.name))
     if loss.agreement_bound is not None and "rollout_logprobs" not in batch:
         raise ValueError(
             "algorithm.agreement.bound needs the field 'rollout_logprobs': add it to the inputs "

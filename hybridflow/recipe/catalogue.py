@@ -23,6 +23,7 @@ from hybridflow.recipe.catalogue_fields import (
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
 from hybridflow.recipe.catalogue_losses import LOSSES
+from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.signature import Option, RoleKind, Signature
 
 
@@ -148,7 +149,7 @@ SECTIONS: dict[str, str] = {
     "end": "the last step of a stage only",
 }
 
-REWARDS: dict[str, RewardEntry] = {
+_REWARDS: dict[str, RewardEntry] = {
     "exact_match": RewardEntry(
         "1 when the response is the answer, letter for letter",
         {"strip": Option("bool", True, description="ignore white space at both ends")},
@@ -173,6 +174,8 @@ REWARDS: dict[str, RewardEntry] = {
         {"tag": Option("str", description="score only what stands within the last `<tag>`")},
     ),
 }
+
+REWARDS = Registry("reward", _REWARDS, aliases={"exact": "exact_match", "regex": "format_regex"})
 
 
 def signature(kind: RoleKind | None, name: str | None) -> Signature | None:

@@ -11,9 +11,10 @@ from hybridflow.recipe.catalogue_fields import (
     field_type,
     takes,
 )
+from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.signature import Option, Signature
 
-FUNCTIONS: dict[str, Signature] = {
+_FUNCTIONS: dict[str, Signature] = {
     "group_relative": Signature(
         "GRPO's advantage: reward minus the mean of the prompt's samples, divided by their "
         "standard deviation when algorithm.normalize_by_std is set.",
@@ -113,3 +114,14 @@ FUNCTIONS: dict[str, Signature] = {
         fresh_batch=True,
     ),
 }
+
+FUNCTIONS = Registry(
+    "function",
+    _FUNCTIONS,
+    aliases={
+        "grpo": "group_relative",
+        "leave_one_out": "rloo",
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    },
+)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hybridflow.recipe.registry import Registry
+
 
 @dataclass(frozen=True)
 class LossEntry:
@@ -24,7 +26,7 @@ def _policy_loss(description: str, *settings: str, whole_sequences: bool = False
     return LossEntry(description, ("advantages",), True, whole_sequences, settings)
 
 
-LOSSES: dict[str, LossEntry] = {
+_LOSSES: dict[str, LossEntry] = {
     "ppo_clip": _policy_loss("PPO's clipped surrogate; bounds from algorithm.clip", "clip"),
     "dual_clip": _policy_loss(
         "PPO's, with a second bound for bad samples: algorithm.dual_clip times their advantage",
@@ -52,3 +54,9 @@ LOSSES: dict[str, LossEntry] = {
     "reinforce": LossEntry("advantage times log-probability, no ratio", ("advantages",)),
     "cross_entropy": LossEntry("negative log-likelihood of the responses (supervised)"),
 }
+
+LOSSES = Registry(
+    "loss",
+    _LOSSES,
+    aliases={"ppo": "ppo_clip", "geo_mean": "gmpo", "nll": "cross_entropy", "sft": "cross_entropy"},
+)

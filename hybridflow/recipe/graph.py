@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hybridflow.recipe.catalogue_functions import FUNCTIONS
+from hybridflow.recipe.catalogue_losses import LOSSES
 from hybridflow.recipe.faults import RecipeError
 
 END = "end"
@@ -59,6 +61,14 @@ class Node:
     delay: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Aliases become the names that they stand for."""
+        if self.function is not None:
+            object.__setattr__(self, "function", FUNCTIONS.canonical(self.function))
+        if isinstance(loss := self.options.get("loss"), str):
+            options = {**self.options, "loss": LOSSES.canonical(loss)}
+            object.__setattr__(self, "options", options)
 
     @property
     def roles(self) -> tuple[str, ...]:

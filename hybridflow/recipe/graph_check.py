@@ -147,7 +147,7 @@ class _TypeCheck:
     def _action_faults(self, node: Node) -> Iterator[Fault]:
         if node.function is not None and node.function not in FUNCTIONS:
             what = f"node '{node.name}' has an unknown function '{node.function}'"
-            yield Fault(node.origin, what, hint(node.function, FUNCTIONS))
+            yield Fault(node.origin, what, FUNCTIONS.advice(node.function))
         if node.role is None or node.name not in self._active:
             return
         if node.role not in self._kinds:

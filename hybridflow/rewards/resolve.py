@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hybridflow.recipe.names import advice, hint
+from hybridflow.recipe.names import hint
 from hybridflow.rewards.registry import REWARDS, RewardFunction
 
 ARGUMENTS = ("prompt", "response", "answer", "row")
@@ -57,7 +57,7 @@ def _find(name: str, base: Path) -> Callable[..., float]:
         path, dot, attribute = name.rpartition(".")
         if not dot:
             raise ValueError(
-                f"unknown reward '{name}'; {advice(name, REWARDS)} "
+                f"{REWARDS.unknown(name)}. "
                 "A function of your own is 'package.module.function' or 'file.py:function'."
             )
         module = _import(name, path)

@@ -4,13 +4,15 @@ from hybridflow.algorithms.losses.base import Loss, Sequences, TokenInputs, Toke
 from hybridflow.algorithms.losses.clipped import cispo, dual_clip, ppo_clip, sapo
 from hybridflow.algorithms.losses.plain import cross_entropy, reinforce
 from hybridflow.algorithms.losses.sequence import gmpo, gspo, gspo_token
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.registry import Registry
 
 __all__ = ["LOSSES", "Loss", "Sequences", "TokenInputs", "TokenLoss"]
 
 _RATIO = ("ratio_mean", "clip_fraction", "entropy_estimate")
 _PLAIN = ("entropy_estimate",)
 
-LOSSES: dict[str, Loss] = {
+_LOSSES: dict[str, Loss] = {
     "ppo_clip": Loss(ppo_clip, True, _RATIO, compares_policies=True),
     "dual_clip": Loss(dual_clip, True, (*_RATIO, "dual_clip_fraction"), compares_policies=True),
     "gspo": Loss(gspo, True, _RATIO, compares_policies=True, whole_sequences=True),
@@ -22,3 +24,5 @@ LOSSES: dict[str, Loss] = {
     "reinforce": Loss(reinforce, True, _PLAIN),
     "cross_entropy": Loss(cross_entropy, needs_advantages=False),
 }
+
+LOSSES = Registry("loss", _LOSSES, aliases=catalogue.LOSSES.aliases)

@@ -31,7 +31,7 @@ def reward_faults(context: Context) -> Iterator[Fault]:
             yield from _module_faults(context, key, section.function)
         else:
             what = f"unknown reward '{section.function}'"
-            fix = f"{advice(section.function, REWARDS)} Your own is 'pkg.mod.fn' or 'file.py:fn'"
+            fix = f"{REWARDS.advice(section.function)}. Your own is 'pkg.mod.fn' or 'file.py:fn'"
             yield context.fault(key, what, fix)
 
 
