@@ -55,6 +55,12 @@ def rloo(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     return {"advantages": advantages_PG.flatten()}
 
 
+def remax(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples), baseline (prompts) -> advantages (samples)."""
+    advantages_PG = advantages.minus_baseline(_per_prompt(batch, "rewards"), batch["baseline"])
+    return {"advantages": advantages_PG.flatten()}
+
+
 def opo(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     """rewards (samples), responses -> advantages (samples)."""
     rewards_PG = _per_prompt(batch, "rewards")
@@ -101,6 +107,11 @@ def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, 
     return {"shuffled": rewards_math.shuffle(batch["values"], mixed_seed, context.step)}
 
 
+def prompt_mean(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """values (samples) -> means (prompts)."""
+    return {"means": _per_prompt(batch, "values").float().mean(dim=1)}
+
+
 def weighted_sum(
     batch: Batch, context: FunctionContext, weights: Sequence[float] = (1.0, 1.0)
 ) -> dict[str, Any]:
@@ -141,12 +152,14 @@ def _per_prompt(batch: Batch, name: str) -> Tensor:
 _FUNCTIONS: dict[str, Function] = {
     "group_relative": group_relative,
     "rloo": rloo,
+    "remax": remax,
     "opo": opo,
     "gpg": gpg,
     "gdpo": gdpo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "shuffle": shuffle,
+    "prompt_mean": prompt_mean,
     "weighted_sum": weighted_sum,
     "accumulate_signal": accumulate_signal,
 }

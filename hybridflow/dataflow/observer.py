@@ -76,6 +76,8 @@ class Observer:
 
     def _lengths(self, node: Node, result: Batch) -> dict[str, float]:
         prefix = "eval/length" if node.name in self._evaluated else "length"
+        if node.options.get("sampling") == "greedy":
+            prefix = f"greedy/{prefix}"
         lengths_S = result["responses"].lengths.float()
         return {
             f"{prefix}/mean": lengths_S.mean().item(),

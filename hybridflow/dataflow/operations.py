@@ -68,11 +68,13 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
 
 def _generate(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     recipe = around.recipe
-    evaluating = node.options.get("sampling") == "evaluation"
-    if evaluating:
+    way = node.options.get("sampling", "training")
+    if way == "evaluation":
         assert recipe.evaluation is not None, "evaluation nodes are off without the section"
         samples = recipe.evaluation.samples_per_prompt
         temperature = recipe.evaluation.temperature
+    elif way == "greedy":
+        samples, temperature = 1, 0.0
     else:
         samples = around.stage.samples_per_prompt
         temperature = around.team.state["temperature"]

@@ -71,9 +71,9 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "sampling": Option(
                 "str",
                 "training",
-                choices=("training", "evaluation"),
+                choices=("training", "evaluation", "greedy"),
                 description="take samples per prompt and temperature from data and "
-                "roles.rollout.sampling, or from evaluation",
+                "roles.rollout.sampling, or from evaluation; or the likeliest tokens, once",
             )
         },
     ),

@@ -22,6 +22,7 @@ TARGETS = field_type(
 RESPONSES = field_type(Axis.TOKENS, "int", "token ids of each response")
 LOGPROBS = field_type(Axis.TOKENS, "float", "log-probability of each response token, in nats")
 REWARD_VALUES = field_type(Axis.SAMPLES, "float", "reward of each response")
+PROMPT_VALUES = field_type(Axis.PROMPTS, "float", "one value of each prompt")
 ADVANTAGES = field_type(Axis.SAMPLES, "float", "advantage of each response")
 TOKEN_ADVANTAGES = field_type(Axis.TOKENS, "float", "advantage of each response token")
 TOKEN_VERSIONS = field_type(Axis.TOKENS, "int", "weight version that each token was sampled from")

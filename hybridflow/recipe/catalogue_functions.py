@@ -4,6 +4,7 @@ from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     LOGPROBS,
+    PROMPT_VALUES,
     PROMPTS,
     RESPONSES,
     REWARD_VALUES,
@@ -27,6 +28,14 @@ _FUNCTIONS: dict[str, Signature] = {
         {"rewards": takes(REWARD_VALUES)},
         {"advantages": ADVANTAGES},
         compares_samples=True,
+    ),
+    "remax": Signature(
+        "ReMax's advantage: reward minus the prompt's baseline, the reward of its greedy response.",
+        {
+            "rewards": takes(REWARD_VALUES),
+            "baseline": takes(PROMPT_VALUES, description="reward to compare with"),
+        },
+        {"advantages": ADVANTAGES},
     ),
     "opo": Signature(
         "OPO's advantage: reward minus the mean of the prompt's samples, weighted by length.",
@@ -85,6 +94,11 @@ _FUNCTIONS: dict[str, Signature] = {
         {"values": takes(field_type(Axis.SAMPLES, "float", "values to permute"))},
         {"shuffled": field_type(Axis.SAMPLES, "float", "the same values on other samples")},
         {"seed": Option("int", 0, description="seed of the permutations")},
+    ),
+    "prompt_mean": Signature(
+        "Mean of a value over the samples of each prompt.",
+        {"values": takes(field_type(Axis.SAMPLES, "float", "a value of each sample"))},
+        {"means": PROMPT_VALUES},
     ),
     "weighted_sum": Signature(
         "Combine two values of each sample: weights[0] * first + weights[1] * second.",

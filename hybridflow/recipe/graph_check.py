@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from hybridflow.recipe.axes import Axis, FieldType
+from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import (
     CONDITIONS,
     FUNCTIONS,
@@ -15,6 +15,7 @@ from hybridflow.recipe.catalogue import (
 )
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.graph_batches import batch_faults
 from hybridflow.recipe.names import hint
 
 TRAINABLE_ROLE = "actor"
@@ -136,7 +137,7 @@ class _TypeCheck:
                 faults.extend(self._input_faults(node, known))
                 faults.extend(_output_faults(node, known))
                 faults.extend(self._repeat_faults(node, known))
-        return faults + _BatchCheck(self._graph, self._signatures, self._types).run()
+        return faults + batch_faults(self._graph, self._signatures, self._types)
 
     def _signature(self, node: Node) -> Signature | None:
         if node.role is None:
@@ -236,58 +237,3 @@ def _output_faults(node: Node, known: Signature) -> Iterator[Fault]:
             what = f"{node.action} has no output '{output}'"
             fix = f"{hint(output, known.outputs)} (write `{{output: field}}`)"
             yield Fault(node.origin, what, fix)
-
-
-class _BatchCheck:
-    """Every field with rows belongs to one batch: whose rows, and from how many steps before.
-
-    Rows of different batches must not meet in a node: they do not stand for the same prompts.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        signatures: Mapping[str, Signature | None],
-        types: Mapping[str, FieldType],
-    ) -> None:
-        self._graph, self._signatures, self._types = graph, signatures, types
-        self._known: dict[str, tuple[str, int] | None] = {}
-
-    def run(self) -> list[Fault]:
-        faults = []
-        for node in self._graph.nodes:
-            batches = {field: self._batch(node, field) for field in node.inputs.values()}
-            found = {field: batch for field, batch in batches.items() if batch is not None}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{field} ({_text(b)})" for field, b in found.items())
-                what = f"node '{node.name}' mixes rows of different batches: {listed}"
-                faults.append(Fault(node.origin, what, "take all its fields from one batch"))
-        return faults
-
-    def _batch(self, reader: Node, field: str) -> tuple[str, int] | None:
-        kind = self._types.get(field)
-        if kind is not None and kind.axis is Axis.RUN:
-            return None
-        if field in GRAPH_INPUTS and field in self._graph.inputs:
-            batch = (GRAPH_INPUTS[field].batch, 0)
-        elif field in self._graph.producers:
-            batch = self._of_node(self._graph.producers[field])
-        else:
-            return None
-        return batch and (batch[0], batch[1] + reader.delay.get(field, 0))
-
-    def _of_node(self, node: Node) -> tuple[str, int] | None:
-        if node.name in self._known:
-            return self._known[node.name]
-        self._known[node.name] = None  # ends the walk on a cycle, which is reported by itself
-        batches = (self._batch(node, field) for field in node.inputs.values())
-        batch = next((b for b in batches if b is not None), None)
-        known = self._signatures[node.name]
-        if batch is not None and known is not None and known.fresh_batch:
-            batch = (f"kept by {node.name}", batch[1])
-        self._known[node.name] = batch
-        return batch
-
-
-def _text(batch: tuple[str, int]) -> str:
-    return batch[0] if batch[1] == 0 else f"{batch[0]}, {batch[1]} steps before"

@@ -76,8 +76,10 @@ def advantages(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str,
         gamma = 1.0
 
     one = torch.ones(len(LENGTHS), 1)
+    baseline = inputs["second"][::GROUP]
     names = {"group_relative": "grpo", "rloo": "rloo", "opo": "opo"}
     found = {ours: estimate(theirs) for ours, theirs in names.items()}
+    found["remax"] = estimate("remax", reward_baselines=baseline.repeat_interleave(GROUP))
     found["reinforce_pp"] = estimate("reinforce_plus_plus", config=Plain())
     found["reinforce_pp_discounted"] = estimate("reinforce_plus_plus", config=Discount())
     found["reinforce_pp_baseline"] = estimate("reinforce_plus_plus_baseline")

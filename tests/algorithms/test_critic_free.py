@@ -13,6 +13,7 @@ from hybridflow.algorithms.advantages import (
     decoupled_rewards,
     group_policy_gradient,
     leave_one_out,
+    minus_baseline,
     optimal_baseline,
     reinforce_pp,
     reinforce_pp_baseline,
@@ -47,6 +48,26 @@ def test_leave_one_out_is_the_mean_of_the_others(rows):
     expected = [[r - (sum(row) - r) / 2 for r in row] for row in rows]
     given_PG = leave_one_out(torch.tensor(rows))
     torch.testing.assert_close(given_PG, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_greedy_baseline_by_hand():
+    batch = Batch(
+        {"rewards": torch.tensor([1.0, 0.0, 0.5, 3.0]), "baseline": torch.tensor([1.0, -2.0])},
+        {"rewards": Axis.SAMPLES, "baseline": Axis.PROMPTS},
+        prompts=2,
+        samples_per_prompt=2,
+    )
+    given = FUNCTIONS["remax"](batch, FunctionContext())["advantages"]
+    assert given.tolist() == [0.0, -1.0, 2.5, 5.0]
+    with pytest.raises(ValueError, match=r"baseline must be \[2\], one value a prompt, got \(4,\)"):
+        minus_baseline(torch.zeros(2, 2), torch.zeros(4))
+
+
+def test_the_mean_of_each_prompt():
+    values = torch.tensor([1.0, 3.0, 5.0, 6.0])
+    batch = Batch({"values": values}, {"values": Axis.SAMPLES}, 2, 2)
+    means = FUNCTIONS["prompt_mean"](batch, FunctionContext())["means"]
+    assert means.tolist() == [2.0, 5.5]
 
 
 def test_optimal_baseline_by_hand():

@@ -24,6 +24,7 @@ GROUP = FIGURES["group"]
 ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "group_relative": ("group_relative", {}),
     "rloo": ("rloo", {}),
+    "remax": ("remax", {}),
     "opo": ("opo", {}),
     "reinforce_pp": ("reinforce_pp", {}),
     "reinforce_pp_discounted": ("reinforce_pp", {"gamma": 0.9}),
@@ -46,9 +47,13 @@ def batch() -> Batch:
         "rewards": INPUTS["rewards"],
         "first": INPUTS["rewards"],
         "second": INPUTS["second"],
+        "baseline": INPUTS["second"][::GROUP],
         "responses": ragged(torch.zeros(int(LENGTHS_S.sum()), dtype=torch.int64)),
     }
-    axes = dict.fromkeys(fields, Axis.SAMPLES) | {"responses": Axis.TOKENS}
+    axes = dict.fromkeys(fields, Axis.SAMPLES) | {
+        "responses": Axis.TOKENS,
+        "baseline": Axis.PROMPTS,
+    }
     return Batch(fields, axes, len(LENGTHS_S) // GROUP, GROUP)
 
 

@@ -15,6 +15,7 @@ from hybridflow.recipe.load import load_recipe
 SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"
 DATAFLOWS = {
     "rloo": [],
+    "remax": ["algorithm.aggregation=sequence_mean_token_sum"],
     "opo": [],
     "gpg": [],
     "gdpo": ["roles.format={function: length, parameters: {budget: 3}}"],
@@ -25,8 +26,9 @@ DATAFLOWS = {
     "cispo": ["algorithm.clip=[0.9, 4.0]"],
     "sapo": ["algorithm.sapo={tau_negative: 1.5}", SEQUENCE],
 }
-# Advantages per token, and a loss of whole responses; the others go the same way as one of them.
-QUICK = ("reinforce_pp", "gspo")
+# Advantages per token, a loss of whole responses, and a second rollout; the others go the same way
+# as one of them.
+QUICK = ("reinforce_pp", "gspo", "remax")
 
 
 def overrides_of(name: str, folder: Path) -> list[str]:
@@ -60,6 +62,8 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
     metrics = run(make_recipe(*overrides_of(name, tmp_path)))
     assert metrics["update/grad_norm"] > 0 and metrics["reward/std"] > 0
     assert metrics["weights/version"] == 1
+    if name == "remax":
+        assert "greedy/length/mean" in metrics and "reward/greedy_rewards/mean" in metrics
     if name != "gpg":
         assert metrics["update/ratio_mean"] == pytest.approx(1, abs=0.2)
 

@@ -19,7 +19,7 @@ def faults_of(*overrides: str) -> list[str]:
 
 
 GROUPS = ("rloo", "opo", "gpg", "gdpo", "reinforce_pp_baseline")
-FLOWS = (*GROUPS, "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
+FLOWS = (*GROUPS, "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -27,8 +27,9 @@ def test_shipped_dataflows_are_sound(workspace: Path, name: str):
     assert faults_of(f"dataflow={name}", *([FORMAT] if name == "gdpo" else [])) == []
 
 
-def test_reinforce_pp_needs_no_groups(workspace: Path):
-    assert faults_of("dataflow=reinforce_pp", "data.samples_per_prompt=1") == []
+@pytest.mark.parametrize("name", ["reinforce_pp", "remax"])
+def test_one_sample_is_enough_for_some(workspace: Path, name: str):
+    assert faults_of(f"dataflow={name}", "data.samples_per_prompt=1") == []
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -111,6 +112,22 @@ GRAPHS = [
             )
         ],
         "takes ref_logprobs, which only kl_coef reads",
+    ),
+    (
+        [
+            (
+                "  old:  ",
+                "  greedy: {role: rollout, call: generate, in: [prompts], "
+                "out: [{responses: best}], sampling: greedy}\n"
+                "  best: {role: reward, call: score, in: [prompts, answers, {responses: best}], "
+                "out: [{rewards: top}]}\n  old:  ",
+            ),
+            (
+                ADVANTAGE,
+                "{function: gdpo, in: [{first: rewards}, {second: top}], out: [advantages]}",
+            ),
+        ],
+        "node 'advantage' mixes samples of different sampling: rewards (training), top (greedy)",
     ),
     (
         [("loss: ppo_clip", "loss: reinforce"), (" ref_logprobs, advantages", " advantages")],

@@ -5,6 +5,7 @@ from hybridflow.algorithms.advantages.group import (
     group_relative,
     has_spread,
     leave_one_out,
+    minus_baseline,
     optimal_baseline,
 )
 from hybridflow.algorithms.advantages.whitened import (
@@ -20,6 +21,7 @@ __all__ = [
     "group_relative",
     "has_spread",
     "leave_one_out",
+    "minus_baseline",
     "optimal_baseline",
     "reinforce_pp",
     "reinforce_pp_baseline",

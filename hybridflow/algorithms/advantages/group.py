@@ -53,6 +53,32 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
     return _centred(rewards_PG) * (samples / (samples - 1))
 
 
+def minus_baseline(rewards_PG: Tensor, baseline_P: Tensor) -> Tensor:
+    """Reward of each sample minus that of the prompt's greedy response: ReMax.
+
+    Li et al., 2023 (arXiv:2310.10505), equation 7, algorithm 1::
+
+        A[p, g] = r[p, g] - b[p],  b[p] the reward of the likeliest tokens one after the other
+
+    A prompt needs one sample alone: the baseline does not come from the samples.
+
+    Args:
+        rewards_PG: ``[P, G]`` rewards.
+        baseline_P: ``[P]`` rewards of the greedy responses.
+
+    Returns:
+        ``[P, G]`` float32 advantages.
+
+    Example: rewards ``[[1, 0]]`` over a baseline ``[1]`` give ``[[0, -1]]``.
+    """
+    if baseline_P.shape != rewards_PG.shape[:1]:
+        raise ValueError(
+            f"baseline must be [{len(rewards_PG)}], one value a prompt, got "
+            f"{tuple(baseline_P.shape)}"
+        )
+    return rewards_PG.float() - baseline_P.float()[:, None]
+
+
 def optimal_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
     """Reward of each sample minus the length-weighted mean of its prompt's: OPO.
 
