@@ -14,7 +14,10 @@ AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_s
 
 
 def token_weights(
-    aggregation: str, lengths_S: Tensor, divisor: float = 1.0
+    aggregation: str,
+    lengths_S: Tensor,
+    divisor: float = 1.0,
+    kept_T: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     """Weights of every response token, and these rows' share of the normaliser.
 
@@ -29,6 +32,8 @@ def token_weights(
     Args:
         lengths_S: ``[S]`` response lengths in tokens.
         divisor: of ``constant``.
+        kept_T: ``[sum(lengths)]`` bool, tokens that take part; None: all. The others weigh 0 and
+            are not counted, nor is a response that has lost all its tokens.
 
     Returns:
         ``[sum(lengths)]`` float32 weights, sequence after sequence; the normaliser of these rows,
@@ -38,10 +43,12 @@ def token_weights(
         raise ValueError(
             f"aggregation '{aggregation}' is unknown: {hint(aggregation, AGGREGATIONS)}"
         )
+    index_T = torch.repeat_interleave(lengths_S)
+    ones_T = torch.ones(len(index_T)) if kept_T is None else kept_T.float()
+    counts_S = torch.zeros(len(lengths_S)).index_add(0, index_T, ones_T)
     if aggregation == "token_mean":
-        return torch.ones(int(lengths_S.sum())), float(lengths_S.sum())
+        return ones_T, float(counts_S.double().sum())
+    responses = float(((counts_S > 0) | (lengths_S == 0)).sum())
     if aggregation in ("sequence_mean_token_sum", "constant"):
-        scale = divisor if aggregation == "constant" else 1.0
-        return torch.full((int(lengths_S.sum()),), 1.0 / scale), float(len(lengths_S))
-    inverse_S = 1.0 / lengths_S.clamp(min=1).float()
-    return torch.repeat_interleave(inverse_S, lengths_S), float(len(lengths_S))
+        return ones_T / (divisor if aggregation == "constant" else 1.0), responses
+    return ones_T / counts_S.clamp(min=1)[index_T], responses

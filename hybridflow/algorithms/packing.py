@@ -74,7 +74,12 @@ def bins_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]
 
 
 def pack_rows(
-    prompts: Ragged, responses: Ragged, max_tokens: int, *, share_prompts: bool = True
+    prompts: Ragged,
+    responses: Ragged,
+    max_tokens: int,
+    *,
+    share_prompts: bool = True,
+    kept_S: Tensor | None = None,
 ) -> list[Pack]:
     """Packs of at most ``max_tokens`` input tokens that hold every row with a response.
 
@@ -82,6 +87,7 @@ def pack_rows(
         prompts: token ids of P prompts, none empty.
         responses: token ids of P * G responses; response i answers prompt i // G.
         share_prompts: whether responses of one prompt may share it.
+        kept_S: ``[P * G]`` bool, rows to pack; None: all.
 
     Raises:
         ValueError: a prompt is empty, or a row is longer than ``max_tokens``.
@@ -90,10 +96,11 @@ def pack_rows(
         return []
     group, odd = divmod(len(responses), len(prompts))
     assert not odd, "every prompt has the same number of responses"
-    prompt_lengths, response_lengths = prompts.lengths.tolist(), responses.lengths.tolist()
+    prompt_lengths = prompts.lengths.tolist()
+    kept_lengths = responses.lengths if kept_S is None else responses.lengths * kept_S
     chunks: list[list[int]] = []  # samples of one prompt, which stay in one pack
     sizes: list[int] = []
-    for row, length in enumerate(response_lengths):
+    for row, length in enumerate(kept_lengths.tolist()):
         if length == 0:
             continue
         prompt = prompt_lengths[row // group]

@@ -13,10 +13,15 @@ from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.publisher import Publisher
 from hybridflow.dataflow.state import SharedState
-from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.megatron.config import (
+    CorrectionSettings,
+    EngineConfig,
+    LossSettings,
+    OptimizerSettings,
+)
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.placement import engine_slots
-from hybridflow.recipe.schema import OptimizerSection, Recipe, SapoSection
+from hybridflow.recipe.schema import AlgorithmSection, OptimizerSection, Recipe, SapoSection
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet
 from hybridflow.rollout.launch import ServerConfig
@@ -145,6 +150,7 @@ class Team:
             tau_negative=gate.tau_negative,
             kl_coef=self.state["kl_coef"],
             kl_estimator=algorithm.kl.estimator,
+            **(_corrections(algorithm) if stage.generates else {}),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.state["temperature"] if stage.generates else 1.0,
@@ -196,6 +202,20 @@ class Team:
         """Remove written versions, take no more requests; the session ends the workers."""
         if self.publisher is not None:
             self.publisher.close()
+
+
+def _corrections(algorithm: AlgorithmSection) -> dict[str, Any]:
+    """Settings of losses of sampled responses, which a supervised stage has no use for."""
+    told, mask = algorithm.rollout_correction, algorithm.off_policy_mask
+    correction = told and CorrectionSettings(
+        told.method, told.level, low=told.low or 1 / told.high, high=told.high
+    )
+    return {
+        "entropy_coef": algorithm.entropy_coef,
+        "measure_entropy": algorithm.entropy,
+        "correction": correction,
+        "off_policy_bound": mask and mask.bound,
+    }
 
 
 def optimizer_settings(stage: Stage) -> OptimizerSettings:

@@ -47,6 +47,16 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class CorrectionSettings:
+    """See ``hybridflow.algorithms.correction.correct``."""
+
+    method: str
+    level: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class LossSettings:
     """How a batch becomes optimizer steps.
 
@@ -55,6 +65,10 @@ class LossSettings:
         clip_low, clip_high: bounds of the ratio, ``[1 - low, 1 + high]``.
         dual_clip, tau_positive, tau_negative: see ``hybridflow.algorithms.losses.TokenInputs``.
         kl_coef: weight of the KL term against ``ref_logprobs``; at 0 the KL is a metric alone.
+        entropy_coef: weight of the policy's exact entropy, which the loss is lowered by.
+        measure_entropy: whether to compute that entropy as a metric too when its weight is 0.
+        correction: of the mismatch between trainer and rollout; None: none.
+        off_policy_bound: see ``hybridflow.algorithms.correction.off_policy_masked``; None: no mask.
         aggregation: an entry of ``hybridflow.algorithms.AGGREGATIONS``.
         loss_divisor: tokens by which the aggregation ``constant`` divides.
         temperature: of the sampler; logits are divided by it here too.
@@ -76,6 +90,10 @@ class LossSettings:
     tau_negative: float = 1.05
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    measure_entropy: bool = False
+    correction: CorrectionSettings | None = None
+    off_policy_bound: float | None = None
     aggregation: str = "token_mean"
     loss_divisor: float = 1.0
     temperature: float = 1.0
@@ -85,6 +103,11 @@ class LossSettings:
     agreement_threshold: float = 0.01
     agreement_bound: float | None = None
     weight_version: int | None = None
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the exact entropy is computed at all."""
+        return self.measure_entropy or self.entropy_coef != 0
 
     @property
     def on_policy(self) -> bool:

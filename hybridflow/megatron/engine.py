@@ -99,8 +99,7 @@ class Engine:
         )
         (packs,) = in_lockstep([packs], self.config.layout)
         flat_T = torch.zeros(len(responses.values))
-        if packs:
-            self._scatter(packs, flat_T, temperature)
+        self._scatter(packs, flat_T, temperature)
         if not is_reporter():
             return None
         return Ragged(flat_T, responses.offsets)
@@ -117,8 +116,9 @@ class Engine:
         Args:
             batch: this data-parallel rank's rows: ``prompts``, ``responses``, and as the loss
                 needs ``advantages`` (one a sample, or one a response token), ``old_logprobs``
-                (without them the weights are taken to be those that sampled), ``ref_logprobs``
-                and ``rollout_logprobs``. Mini-batch k takes the k-th run of prompts of each rank.
+                (without them the weights are taken to be those that sampled), ``ref_logprobs``,
+                ``rollout_logprobs`` and ``sample_mask`` (bool, False: the response takes no part).
+                Mini-batch k takes the k-th run of prompts of each rank.
 
         Returns:
             Metrics, the same on every rank.
@@ -266,7 +266,7 @@ def _global_normalisers(parts: list[Rows]) -> list[float]:
         ValueError: on every rank alike, when one of them has nothing to learn from.
     """
     shares_M2 = torch.tensor(
-        [[rows.normaliser, float(rows.responses == 0)] for rows in parts],
+        [[rows.normaliser, float(rows.empty)] for rows in parts],
         dtype=torch.float64,
         device=device.device(),
     )
@@ -278,4 +278,5 @@ def _global_normalisers(parts: list[Rows]) -> list[float]:
             f"{parallel_state.get_data_parallel_world_size()} data-parallel ranks have no response "
             "token; use at least dp x mini_batches prompts a step"
         )
-    return normalisers
+    # Where all responses are masked every weight is 0, and so is the loss.
+    return [normaliser or 1.0 for normaliser in normalisers]

@@ -17,12 +17,12 @@ from megatron_bridge.runtime import device
 def in_lockstep(packings: list[list[Pack]], layout: ParallelLayout) -> list[list[Pack]]:
     """Each list of packs, as long as the longest that a data-parallel rank has in its place.
 
-    Collective over data-parallel ranks where ``layout`` spreads experts over them; the lists as
-    they are elsewhere.
+    Collective over data-parallel ranks where ``layout`` spreads experts over them; elsewhere the
+    lists as they are, but for empty ones (every response is masked), which get an idle pack.
     """
     if not _spreads_experts(layout):
-        return packings
-    counts_M = torch.tensor([len(packs) for packs in packings], device=device.device())
+        return [packs or [_idle_pack()] for packs in packings]
+    counts_M = torch.tensor([max(len(p), 1) for p in packings], device=device.device())
     dist.all_reduce(counts_M, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
     return [
         packs + [_idle_pack()] * (count - len(packs))

@@ -1,17 +1,24 @@
-"""Log-probabilities from logits whose vocabulary is cut over tensor-parallel ranks."""
+"""Log-probabilities and entropy from logits whose vocabulary is cut over tensor-parallel ranks."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_SCRATCH_VALUES = 1 << 24
+"""Most values of a temporary beside the buffer of a pack's probabilities."""
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """Ranks exchange three numbers a token: the maximum, the partition sum, the label's logit.
+
+class _VocabParallel(torch.autograd.Function):
+    """Ranks exchange a few numbers a token: the maximum, then sums over the vocabulary.
 
     One buffer of the logits' size holds exp(logits), from which backward makes the gradient in
-    place: ``dlogp/dlogit_v = (1[v = label] - softmax_v) / temperature``.
+    place. With ``p = softmax(logits / temperature)`` and the entropy ``H = -sum_v p_v log p_v``::
+
+        dlogp / dlogit_v = (1[v = label] - p_v) / temperature
+        dH / dlogit_v    = -p_v (log p_v + H) / temperature
     """
 
     @staticmethod
@@ -22,7 +29,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         vocab_start: int,
         temperature: float,
         group: Any,
-    ) -> Tensor:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         width = logits_TV.shape[1]
         scaled_TV = logits_TV.float()
         if temperature != 1.0:
@@ -35,46 +43,101 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         mine_T = (local_T >= 0) & (local_T < width)
         local_T = local_T.clamp(0, width - 1)
         label_logit_T = scaled_TV.gather(1, local_T[:, None])[:, 0] - maximum_T
-        sums_2T = torch.stack([exp_TV.sum(dim=1), torch.where(mine_T, label_logit_T, 0.0)])
-        _all_reduce(sums_2T, dist.ReduceOp.SUM, group)
-        total_T, label_logit_T = sums_2T
+        parts = [exp_TV.sum(dim=1), torch.where(mine_T, label_logit_T, 0.0)]
+        if with_entropy:
+            parts.append(_sum_of_x_log_x(exp_TV))
+        sums_NT = torch.stack(parts)
+        _all_reduce(sums_NT, dist.ReduceOp.SUM, group)
+        total_T, label_logit_T = sums_NT[0], sums_NT[1]
+        log_total_T = total_T.log()
+        entropy_T = log_total_T - sums_NT[2] / total_T if with_entropy else None
 
         ctx.temperature, ctx.dtype = temperature, logits_TV.dtype
         ctx.exp_TV = exp_TV
-        ctx.save_for_backward(total_T, local_T, mine_T)
-        return label_logit_T - total_T.log()
+        ctx.save_for_backward(total_T, local_T, mine_T, log_total_T, entropy_T)
+        ctx.set_materialize_grads(False)
+        return label_logit_T - log_total_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_T,) = grads
-        total_T, local_T, mine_T = ctx.saved_tensors
-        scaled_T = grad_T / ctx.temperature
-        grad_TV = ctx.exp_TV.mul_((-scaled_T / total_T)[:, None])
-        ctx.exp_TV = None  # its place is the gradient's now: a second backward must fail
-        grad_TV.scatter_add_(1, local_T[:, None], torch.where(mine_T, scaled_T, 0.0)[:, None])
-        return grad_TV.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_T, entropy_grad_T = grads
+        total_T, local_T, mine_T, log_total_T, entropy_T = ctx.saved_tensors
+        grad_T = torch.zeros_like(total_T) if grad_T is None else grad_T / ctx.temperature
+        grad_TV, ctx.exp_TV = (
+            ctx.exp_TV,
+            None,
+        )  # its place is the gradient's: a second backward fails
+        if entropy_grad_T is None:
+            grad_TV.mul_((-grad_T / total_T)[:, None])
+        else:
+            weight_T = entropy_grad_T / ctx.temperature
+            linear_T = -(grad_T + weight_T * (entropy_T - log_total_T)) / total_T
+            _scale_and_add_x_log_x(grad_TV, linear_T, -weight_T / total_T)
+        grad_TV.scatter_add_(1, local_T[:, None], torch.where(mine_T, grad_T, 0.0)[:, None])
+        return grad_TV.to(ctx.dtype), None, None, None, None, None
 
 
-def vocab_parallel_logprobs(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    vocab_start: int,
-    group: Any,
-    temperature: float = 1.0,
-) -> Tensor:
-    """``[T]`` float32 log-probability of each label under ``softmax(logits / temperature)``.
+@dataclass(frozen=True)
+class TokenReadings:
+    """What the logits say of each of T labels, float32, in nats; ``entropy_T`` where asked for."""
 
-    Args:
+    logprobs_T: Tensor
+    entropy_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class VocabParallelLogits:
+    """Logits of one pack, to be read once.
+
+    Attributes:
         logits_TV: ``[T, V / tp]`` this rank's columns of the logits; those of the vocabulary's
             padding hold values so low that their exponential is 0.
         labels_T: ``[T]`` int64 ids in the whole vocabulary.
         vocab_start: id of the first column.
-        group: tensor-parallel group; every rank of it gets the same result.
+        group: tensor-parallel group; every rank of it reads the same.
+        temperature: divides the logits.
     """
-    result = _VocabParallelLogprobs.apply(logits_TV, labels_T, vocab_start, temperature, group)
-    assert isinstance(result, Tensor)
-    return result
+
+    logits_TV: Tensor
+    labels_T: Tensor
+    vocab_start: int
+    group: Any
+    temperature: float = 1.0
+
+    def read(self, entropy: bool = False) -> TokenReadings:
+        """Log-probability of each label under ``softmax(logits / temperature)``, differentiable.
+
+        Args:
+            entropy: whether to give the entropy of that distribution too, exact, differentiable.
+        """
+        logprobs_T, entropy_T = _VocabParallel.apply(  # type: ignore[misc]
+            self.logits_TV,
+            self.labels_T,
+            self.vocab_start,
+            self.temperature,
+            self.group,
+            entropy,
+        )
+        return TokenReadings(logprobs_T, entropy_T)
+
+
+def _sum_of_x_log_x(values_TV: Tensor) -> Tensor:
+    """``[T]`` sum over V of x log x, 0 where x is 0."""
+    return torch.cat([torch.xlogy(x, x).sum(dim=1) for x in _in_parts(values_TV)])
+
+
+def _scale_and_add_x_log_x(values_TV: Tensor, scale_T: Tensor, factor_T: Tensor) -> None:
+    """In place: x becomes ``scale * x + factor * x log x``."""
+    parts = (_in_parts(values_TV), _in_parts(scale_T, values_TV), _in_parts(factor_T, values_TV))
+    for x, scale, factor in zip(*parts, strict=True):
+        x_log_x = torch.xlogy(x, x)
+        x.mul_(scale[:, None]).addcmul_(x_log_x, factor[:, None])
+
+
+def _in_parts(values: Tensor, like_TV: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Runs of rows as views, such that a temporary of one run stays small."""
+    width = (values if like_TV is None else like_TV).shape[1]
+    return values.split(max(1, _SCRATCH_VALUES // max(width, 1)))
 
 
 def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:

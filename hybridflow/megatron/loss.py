@@ -5,12 +5,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridflow.algorithms import LOSSES
+from hybridflow.algorithms.correction import off_policy_masked
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
 from hybridflow.algorithms.packing import Pack
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
-from hybridflow.megatron.metrics import RolloutGap, TokenMetrics
+from hybridflow.megatron.logprobs import TokenReadings, VocabParallelLogits
+from hybridflow.megatron.metrics import CorrectionMetrics, RolloutGap, TokenMetrics
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
 
@@ -26,6 +28,12 @@ class UpdateLoss:
         maxima = []
         if "ref_logprobs" in batch:
             sums.append("kl")
+        if settings.reads_entropy:
+            sums.append("entropy")
+        if settings.off_policy_bound is not None:
+            sums.append("off_policy_masked")
+        if settings.correction is not None:
+            sums.extend(CorrectionMetrics.SUMS)
         self._gap = RolloutGap(settings, batch, device) if "rollout_logprobs" in batch else None
         if self._gap is not None:
             sums.extend(RolloutGap.SUMS)
@@ -43,10 +51,11 @@ class UpdateLoss:
         # The data-parallel wrapper averages gradients over its ranks; the loss is a sum over them.
         scale = parallel_state.get_data_parallel_world_size() / normaliser
 
-        def pack_loss(pack: Pack, logprobs_R: Tensor) -> Tensor:
-            token_loss = self._token_loss(rows, pack, logprobs_R)
+        def pack_loss(pack: Pack, logits: VocabParallelLogits) -> Tensor:
+            readings = logits.read(entropy=self._settings.reads_entropy)
+            token_loss = self._token_loss(rows, pack, readings)
             if first and self._gap is not None:
-                self._gap.record(pack.source_R, logprobs_R)
+                self._gap.record(pack.source_R, readings.logprobs_T)
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             for name, values_R in token_loss.metrics_T.items():
@@ -55,10 +64,32 @@ class UpdateLoss:
 
         return pack_loss
 
-    def _token_loss(self, rows: Rows, pack: Pack, logprobs_R: Tensor) -> TokenLoss:
+    def _token_loss(self, rows: Rows, pack: Pack, readings: TokenReadings) -> TokenLoss:
+        """The loss of every token: the policy's, corrected, then the terms that stand beside it."""
         settings = self._settings
-        old = rows.old_logprobs_T
-        inputs = TokenInputs(
+        inputs = self._inputs(rows, pack, readings.logprobs_T)
+        result = self._loss(inputs)
+        loss_R, metrics_R = result.loss_T, dict(result.metrics_T)
+        if rows.correction is not None:
+            loss_R = loss_R * rows.correction.weights_T[pack.source_R]
+        if settings.off_policy_bound is not None:
+            masked_R = self._off_policy(rows, pack, inputs)
+            loss_R = torch.where(masked_R, 0.0, loss_R)
+            metrics_R["off_policy_masked"] = masked_R.float()
+        if rows.ref_logprobs_T is not None:
+            ref_logprobs_R = rows.ref_logprobs_T[pack.source_R]
+            kl_R = kl_divergence(readings.logprobs_T, ref_logprobs_R, settings.kl_estimator)
+            loss_R = loss_R + settings.kl_coef * kl_R if settings.kl_coef else loss_R
+            metrics_R["kl"] = kl_R.detach()
+        if readings.entropy_T is not None:
+            if settings.entropy_coef:
+                loss_R = loss_R - settings.entropy_coef * readings.entropy_T
+            metrics_R["entropy"] = readings.entropy_T.detach()
+        return TokenLoss(loss_R, metrics_R)
+
+    def _inputs(self, rows: Rows, pack: Pack, logprobs_R: Tensor) -> TokenInputs:
+        settings, old = self._settings, rows.old_logprobs_T
+        return TokenInputs(
             logprobs_T=logprobs_R,
             # On-policy without old log-probabilities: the current ones are the old ones.
             old_logprobs_T=logprobs_R.detach() if old is None else old[pack.source_R],
@@ -70,13 +101,17 @@ class UpdateLoss:
             tau_negative=settings.tau_negative,
             sequences=Sequences(pack.sequence_R, pack.responses_N),
         )
-        result = self._loss(inputs)
-        if rows.ref_logprobs_T is None:
-            return result
-        ref_logprobs_R = rows.ref_logprobs_T[pack.source_R]
-        kl_R = kl_divergence(logprobs_R, ref_logprobs_R, settings.kl_estimator)
-        loss_R = result.loss_T + settings.kl_coef * kl_R if settings.kl_coef else result.loss_T
-        return TokenLoss(loss_R, {**result.metrics_T, "kl": kl_R.detach()})
+
+    def _off_policy(self, rows: Rows, pack: Pack, inputs: TokenInputs) -> Tensor:
+        bound = self._settings.off_policy_bound
+        assert bound is not None and rows.rollout_logprobs_T is not None, "check_fields looks"
+        return off_policy_masked(
+            inputs.logprobs_T,
+            rows.rollout_logprobs_T[pack.source_R],
+            inputs.told_advantages(),
+            inputs.told_sequences(),
+            bound,
+        )
 
     def reduce(self, parts: list[Rows]) -> dict[str, float]:
         """Metrics of the update, the same on every rank; collective.
@@ -88,6 +123,9 @@ class UpdateLoss:
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
         self._metrics.add("tokens", tokens, 1 / replicas)
         self._metrics.add("response_length_mean", tokens, sum(rows.responses for rows in parts))
+        for rows in parts:
+            if rows.correction is not None:
+                CorrectionMetrics.add(self._metrics, rows.correction)
         if self._gap is not None:
             self._gap.report(self._metrics)
-        return self._metrics.reduce()
+        return CorrectionMetrics.finish(self._metrics.reduce())

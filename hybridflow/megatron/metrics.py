@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridflow.algorithms import agreement
 from hybridflow.algorithms.agreement import TokenGap
+from hybridflow.algorithms.correction import Correction
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import LossSettings
 
@@ -48,6 +49,35 @@ class TokenMetrics:
             dist.all_reduce(highest_N, op=dist.ReduceOp.MAX)
             result |= dict(zip(self._maxima, highest_N.tolist(), strict=True))
         return result
+
+
+class CorrectionMetrics:
+    """What the correction of the mismatch between trainer and rollout did.
+
+    ``correction_share`` of the tokens had a ratio out of bounds; ``correction_weight_mean`` is the
+    mean weight; ``correction_ess`` the effective sample size by Kish, a share of the tokens:
+    ``(sum w)^2 / (N sum w^2)``.
+    """
+
+    SUMS = ("correction_share", "correction_weight_mean", "correction_ess")
+
+    @classmethod
+    def add(cls, metrics: TokenMetrics, correction: Correction) -> None:
+        """Adds the tokens of some rows."""
+        weights_T = correction.weights_T.double()
+        for name, values_T in zip(
+            cls.SUMS, (correction.corrected_T, weights_T, weights_T.square()), strict=True
+        ):
+            metrics.add(name, values_T)
+
+    @classmethod
+    def finish(cls, means: dict[str, float]) -> dict[str, float]:
+        """The metrics, in which the mean square of the weights has become their sample size."""
+        if "correction_ess" not in means:
+            return means
+        square = means["correction_ess"]
+        ess = means["correction_weight_mean"] ** 2 / square if square else 0.0
+        return {**means, "correction_ess": ess}
 
 
 class RolloutGap:

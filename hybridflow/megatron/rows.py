@@ -1,18 +1,21 @@
 """One mini-batch of this data-parallel rank, flat over its response tokens."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms import LOSSES
 from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.correction import Correction, correct
+from hybridflow.algorithms.losses import Sequences
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import LossSettings
 from hybridflow.recipe.axes import Axis
 
-LOGPROBS = ("old_logprobs", "ref_logprobs")
+LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
@@ -21,45 +24,64 @@ class Rows:
 
     Attributes:
         weights_T: of the aggregation; ``normaliser`` is these rows' share.
-        responses: number of rows with at least one response token.
+        tokens, responses: number of response tokens that take part in the loss, and of rows with
+            one or more of them.
+        empty: whether no row has a response token at all, masked or not.
+        correction: of the mismatch between trainer and rollout; None: none.
     """
 
     packs: list[Pack]
     weights_T: Tensor
     normaliser: float
+    tokens: int
     responses: int
+    empty: bool
     advantages_T: Tensor | None
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
-
-    @property
-    def tokens(self) -> int:
-        """Number of response tokens."""
-        return len(self.weights_T)
+    rollout_logprobs_T: Tensor | None
+    correction: Correction | None
 
     def to(self, device: torch.device) -> "Rows":
         """The same rows, flat fields on ``device``; packs follow when they are run."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
+        if self.correction is not None:
+            fields = {name: value.to(device) for name, value in vars(self.correction).items()}
+            moved["correction"] = Correction(**fields)
         return replace(self, **moved)
 
 
 def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bool) -> Rows:
     """What one optimizer step reads of this rank's part of a mini-batch."""
     responses: Ragged = batch["responses"]
-    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths, loss.loss_divisor)
+    lengths_S = responses.lengths
+    correction = _correction(batch, loss, responses)
+    kept_T = _kept(batch, responses, correction)
+    weights_T, normaliser = token_weights(loss.aggregation, lengths_S, loss.loss_divisor, kept_T)
+    left_S = Sequences.of(responses).counts(kept_T)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
-        packs=pack_rows(batch["prompts"], responses, max_tokens, share_prompts=share_prompts),
+        packs=pack_rows(
+            batch["prompts"],
+            responses,
+            max_tokens,
+            share_prompts=share_prompts,
+            kept_S=left_S > 0,
+        ),
         weights_T=weights_T,
         normaliser=normaliser,
-        responses=int((responses.lengths > 0).sum()),
+        tokens=int(left_S.sum()),
+        responses=int((left_S > 0).sum()),
+        empty=not len(responses.values),
         advantages_T=_advantages(batch, responses) if "advantages" in batch else None,
         old_logprobs_T=flat["old_logprobs"],
         ref_logprobs_T=flat["ref_logprobs"],
+        rollout_logprobs_T=flat["rollout_logprobs"],
+        correction=correction,
     )
 
 
@@ -67,11 +89,12 @@ def check_fields(batch: Batch, loss: LossSettings) -> None:
     """ValueError when ``loss`` is unknown or needs a field that ``batch`` lacks."""
     if loss.name not in LOSSES:
         raise ValueError(LOSSES.unknown(loss.name))
-    if loss.agreement_bound is not None and "rollout_logprobs" not in batch:
-        raise ValueError(
-            "algorithm.agreement.bound needs the field 'rollout_logprobs': add it to the inputs "
-            "of the update"
-        )
+    for setting, fields in _needs(loss).items():
+        for field in fields:
+            if field not in batch:
+                raise ValueError(
+                    f"{setting} needs the field '{field}': add it to the inputs of the update"
+                )
     entry = LOSSES[loss.name]
     if entry.needs_advantages and "advantages" not in batch:
         raise ValueError(f"loss '{loss.name}' needs the field 'advantages'")
@@ -85,6 +108,40 @@ def check_fields(batch: Batch, loss: LossSettings) -> None:
             f"{loss.mini_batches} mini-batches x {loss.epochs} epochs need the field "
             "'old_logprobs': after the first optimizer step the weights have moved"
         )
+
+
+def _needs(loss: LossSettings) -> dict[str, tuple[str, ...]]:
+    """Fields that settings of the recipe need, by the setting's key."""
+    found: dict[str, tuple[str, ...]] = {}
+    if loss.agreement_bound is not None:
+        found["algorithm.agreement.bound"] = ("rollout_logprobs",)
+    if loss.correction is not None:
+        found["algorithm.rollout_correction"] = ("rollout_logprobs", "old_logprobs")
+    if loss.off_policy_bound is not None:
+        found["algorithm.off_policy_mask"] = ("rollout_logprobs", "advantages")
+    return found
+
+
+def _correction(batch: Batch, loss: LossSettings, responses: Ragged) -> Correction | None:
+    told = loss.correction
+    if told is None:
+        return None
+    return correct(
+        batch["old_logprobs"].values.float(),
+        batch["rollout_logprobs"].values.float(),
+        Sequences.of(responses),
+        **vars(told),
+    )
+
+
+def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Tensor:
+    """``[T]`` bool: tokens that take part in the loss."""
+    kept_T = torch.ones(len(responses.values), dtype=torch.bool)
+    if "sample_mask" in batch:
+        kept_T &= torch.repeat_interleave(batch["sample_mask"], responses.lengths)
+    if correction is not None:
+        kept_T &= correction.kept_T
+    return kept_T
 
 
 def _advantages(batch: Batch, responses: Ragged) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.packing import Pack
 from hybridflow.megatron import shared_prompts
-from hybridflow.megatron.logprobs import vocab_parallel_logprobs
+from hybridflow.megatron.logprobs import VocabParallelLogits
 from hybridflow.megatron.shared_prompts import sequences_of
 from megatron_bridge import live
 
-PackLoss = Callable[[Pack, Tensor], Tensor]
+PackLoss = Callable[[Pack, VocabParallelLogits], Tensor]
 
 
 class PackedModel:
@@ -49,19 +49,21 @@ class PackedModel:
         """
 
         def collect(pack: Pack) -> Callable[..., Tensor]:
-            return lambda logits_1RV, non_loss_data: self._logprobs(pack, logits_1RV, temperature)
+            return lambda logits_1RV, non_loss_data: (
+                self._logits(pack, logits_1RV, temperature).read().logprobs_T
+            )
 
         with torch.no_grad():
             return self._run(packs, collect, forward_only=True)
 
     def forward_backward(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
-        """Adds the gradient of ``sum over packs of loss(pack, logprobs_R)`` to the buffers, then
+        """Adds the gradient of ``sum over packs of loss(pack, logits)`` to the buffers, then
         averages them over data-parallel ranks."""
 
         def train(pack: Pack) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
             # The schedule divides by the number of micro-batches, for a mean we do not want.
             return lambda logits_1RV: (
-                loss(pack, self._logprobs(pack, logits_1RV, temperature)) * len(packs),
+                loss(pack, self._logits(pack, logits_1RV, temperature)) * len(packs),
                 {},
             )
 
@@ -104,9 +106,9 @@ class PackedModel:
         assert self._predict_R is not None
         return (hidden_T1H.index_select(0, self._predict_R), *others)
 
-    def _logprobs(self, pack: Pack, logits_1RV: Tensor, temperature: float) -> Tensor:
+    def _logits(self, pack: Pack, logits_1RV: Tensor, temperature: float) -> VocabParallelLogits:
         width = logits_1RV.shape[-1]
-        return vocab_parallel_logprobs(
+        return VocabParallelLogits(
             logits_1RV[0],
             pack.labels_R,
             vocab_start=parallel_state.get_tensor_model_parallel_rank() * width,

@@ -11,10 +11,12 @@ from hybridflow.recipe.axes import Axis, FieldType
 from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     ANSWERS,
+    FINISHED,
     LOGPROBS,
     PROMPTS,
     RESPONSES,
     REWARD_VALUES,
+    SAMPLE_MASK,
     TARGETS,
     TOKEN_ADVANTAGES,
     TOKEN_VERSIONS,
@@ -61,7 +63,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "rollout_logprobs": field_type(
                 Axis.TOKENS, "float", "log-probability of each token when it was sampled, in nats"
             ),
-            "finished": field_type(Axis.SAMPLES, "bool", "whether the response ended on its own"),
+            "finished": FINISHED,
             "versions": field_type(
                 Axis.SAMPLES, "int", "weight version of the response's last token"
             ),
@@ -115,6 +117,11 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
                 LOGPROBS, optional=True, description="log-probabilities under the reference"
             ),
             "advantages": takes(ADVANTAGES, TOKEN_ADVANTAGES, optional=True),
+            "sample_mask": takes(
+                SAMPLE_MASK,
+                optional=True,
+                description="responses that take part in the loss, such as `finished`",
+            ),
         },
         {"metrics": field_type(Axis.RUN, "object", "what the step measured, by name")},
         {
@@ -139,7 +146,8 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
 }
 
 CONDITIONS: dict[str, str] = {
-    "off_policy": "the update takes more than one optimizer step: mini_batches * epochs > 1",
+    "off_policy": "the update looks back at the policy before it: mini_batches * epochs > 1, or "
+    "algorithm.rollout_correction",
     "kl": "algorithm.kl.coef > 0",
 }
 

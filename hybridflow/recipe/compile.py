@@ -225,7 +225,8 @@ def _stage(
     if graph.cycle():
         return None, faults + type_faults(graph, kinds)
     conditions = {
-        "off_policy": settings["mini_batches"] * settings["epochs"] > 1,
+        "off_policy": settings["mini_batches"] * settings["epochs"] > 1
+        or recipe.algorithm.rollout_correction is not None,
         "kl": recipe.algorithm.kl.coef > 0,
     }
     sections = {

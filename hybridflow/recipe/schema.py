@@ -117,6 +117,35 @@ class SapoSection(Section):
     tau_negative: Positive = Field(default=1.05, description="where it is not")
 
 
+class RolloutCorrectionSection(Section):
+    """What becomes of tokens to which rollout and trainer give different probabilities."""
+
+    method: Literal["truncated", "masked", "rejection"] = Field(
+        examples=["truncated"],
+        description="the ratio trainer / rollout is a weight of at most `high`; or a weight, 0 out "
+        "of bounds; or tokens out of bounds take no part",
+    )
+    level: Literal["token", "sequence", "sequence_sum"] = Field(
+        default="token",
+        description="the ratio of each token, its geometric mean over the response, or the whole "
+        "response's",
+    )
+    high: Positive = Field(examples=[2.0], description="upper bound of the ratio")
+    low: Positive | None = Field(
+        default=None, description="lower bound of `masked` and `rejection`; null: 1 / high"
+    )
+
+
+class OffPolicyMaskSection(Section):
+    """Bad responses that the policy would hardly sample any more."""
+
+    bound: Positive = Field(
+        examples=[0.1],
+        description="mean of rollout_logprobs - logprobs over a response, in nats, above which "
+        "its tokens of negative advantage take no part",
+    )
+
+
 class AlgorithmSection(Section):
     """Settings of losses and advantages."""
 
@@ -131,6 +160,19 @@ class AlgorithmSection(Section):
         default=None, description="temperatures of the loss `sapo`; null: its defaults"
     )
     kl: KlSection = Field(default=KlSection(), description="KL penalty")
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="weight of the policy's exact entropy, which the loss rewards"
+    )
+    entropy: bool = Field(
+        default=False,
+        description="measure that entropy as `update/entropy`; always with entropy_coef",
+    )
+    rollout_correction: RolloutCorrectionSection | None = Field(
+        default=None, description="importance correction of the engines' mismatch; null: none"
+    )
+    off_policy_mask: OffPolicyMaskSection | None = Field(
+        default=None, description="mask of bad, far off-policy responses; null: none"
+    )
     agreement: AgreementSection = Field(
         default=AgreementSection(), description="whether rollout and trainer agree"
     )

@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.workers.config import ActorConfig
 
 FILE = Path(__file__).parent / "reference_figures.json"
@@ -55,6 +59,7 @@ def main() -> None:
         "losses": {name: loss(inputs, mask, *LOSSES[name]) for name in LOSSES},
         "aggregation": aggregation(inputs, mask),
         "adaptive_kl": adaptive_kl(),
+        "corrections": corrections(inputs, mask),
     }
     FILE.write_text(json.dumps(figures) + "\n", encoding="utf-8")
 
@@ -149,6 +154,31 @@ def aggregation(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str
         ours: core_algos.agg_loss(inputs["token_losses"], mask, theirs, loss_scale_factor=8).item()
         for ours, theirs in modes.items()
     }
+
+
+def corrections(inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, Any]:
+    """Weights, or kept tokens; here ``logprobs`` are the trainer's, ``old_logprobs`` the rollout's.
+
+    verl bounds the inverse ratio where it rejects.
+    """
+    difference = inputs["logprobs"] - inputs["old_logprobs"]
+    ways = {
+        "truncated token": ("token", 1.4),
+        "truncated sequence_sum": ("sequence", 1.4),
+        "masked token": ("token", "0.7_1.4"),
+        "masked sequence_sum": ("sequence", "0.7_1.4"),
+    }
+    found: dict[str, Any] = {}
+    for ours, (level, bounds) in ways.items():
+        weights, metrics = compute_rollout_correction_weights(difference, mask, level, bounds)
+        ess = metrics["rollout_is_eff_sample_size"]
+        found[ours] = {"weights": weights.tolist(), "ess": ess}
+    names = {"token": "token_k1", "sequence": "seq_mean_k1", "sequence_sum": "seq_sum_k1"}
+    for ours, theirs in names.items():
+        bounds = f"{1 / 1.2}_{1 / 0.9}"
+        kept, _ = compute_rollout_rejection_mask(difference, mask, theirs, bounds)
+        found[f"rejection {ours}"] = {"weights": kept.tolist()}
+    return found
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.algorithms import AGGREGATIONS, FUNCTIONS, LOSSES, FunctionContext
 from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.correction import correct
 from hybridflow.algorithms.losses import Sequences, TokenInputs
 from hybridflow.batch import Batch, Ragged
 from hybridflow.recipe.axes import Axis
@@ -101,6 +102,18 @@ def test_losses_and_gradients(name: str):
     torch.testing.assert_close(
         logprobs_T.grad, flat(torch.tensor(figure["gradient"])), rtol=1e-4, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("name", FIGURES["corrections"])
+def test_corrections(name: str):
+    method, level = name.split()
+    low, high = (0.9, 1.2) if method == "rejection" else (0.7, 1.4)
+    sequences = Sequences(torch.arange(6).repeat_interleave(LENGTHS_S), LENGTHS_S)
+    trainer_T, rollout_T = flat(INPUTS["logprobs"]), flat(INPUTS["old_logprobs"])
+    given = correct(trainer_T, rollout_T, sequences, method, level, low, high)
+    wanted_T = flat(torch.tensor(FIGURES["corrections"][name]["weights"]))
+    assert 0 < given.corrected_T.sum() < len(wanted_T)
+    torch.testing.assert_close(given.weights_T, wanted_T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

@@ -68,6 +68,21 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
         assert metrics["update/ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
+def test_a_corrected_step(make_recipe, tmp_path) -> None:
+    """Both engines compute the same in float32: corrections find nothing to correct."""
+    overrides = [
+        *overrides_of("grpo", tmp_path),
+        *("roles.actor.mini_batches=1", "algorithm.entropy_coef=0.01"),
+        "algorithm.rollout_correction={method: rejection, level: sequence, high: 1.01}",
+        "algorithm.off_policy_mask={bound: 0.1}",
+    ]
+    metrics = run(make_recipe(*overrides))
+    assert metrics["update/correction_share"] == metrics["update/off_policy_masked"] == 0
+    assert metrics["update/correction_ess"] == pytest.approx(1)
+    # The whole vocabulary's entropy, beside its estimate from the sampled tokens.
+    assert metrics["update/entropy"] == pytest.approx(metrics["update/entropy_estimate"], rel=0.2)
+
+
 @pytest.mark.slow
 def test_the_kl_in_the_reward(recipe_file, tmp_path) -> None:
     """REINFORCE++ with the KL in the reward: the policy's and the reference's log-probabilities

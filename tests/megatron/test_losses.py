@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms import LOSSES
+from hybridflow.algorithms import AGGREGATIONS, LOSSES
+from hybridflow.algorithms.correction import LEVELS, METHODS
 from hybridflow.batch import Batch
-from hybridflow.megatron.config import LossSettings, OptimizerSettings
+from hybridflow.megatron.config import CorrectionSettings, LossSettings, OptimizerSettings
 from hybridflow.megatron.rows import check_fields
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
@@ -33,18 +34,47 @@ CASES = {
     "responses": replace(settings("gspo"), aggregation="sequence_mean_token_mean"),
     "undivided": replace(settings("sapo"), aggregation="sequence_mean_token_sum"),
     "divided": replace(settings("sapo"), aggregation="constant", loss_divisor=7.0),
+    "entropy": replace(settings("ppo_clip"), entropy_coef=0.3),
+    "measured": replace(settings("ppo_clip"), measure_entropy=True),
+    **{
+        f"{method} {level}": replace(
+            settings("gspo" if method == "masked" else "ppo_clip"),
+            correction=CorrectionSettings(method, level, low=0.8, high=1.3),
+            aggregation="sequence_mean_token_mean" if level == "token" else "token_mean",
+        )
+        for method in METHODS
+        for level in LEVELS
+    },
+    "off-policy": replace(settings("ppo_clip"), off_policy_bound=0.05),
 }
 
 
 def off_policy_batch() -> Batch:
+    """The rollout's log-probabilities are near the policy's before the update."""
     batch = make_batch()
-    return batch.with_field("old_logprobs", Axis.TOKENS, batch["rollout_logprobs"])
+    old = batch["rollout_logprobs"]
+    generator = torch.Generator().manual_seed(5)
+    noise_T = 0.5 * torch.randn(len(old.values), generator=generator)
+    near = batch.with_field("old_logprobs", Axis.TOKENS, old)
+    return near.with_field("rollout_logprobs", Axis.TOKENS, old.with_values(old.values + noise_T))
+
+
+def masked_batch() -> Batch:
+    """Without four responses, two of them a prompt's first and last."""
+    mask = torch.ones(12, dtype=torch.bool)
+    mask[[1, 3, 5, 10]] = False
+    return off_policy_batch().with_field("sample_mask", Axis.SAMPLES, mask)
 
 
 def measure(path: str, layout: ParallelLayout, batch: Batch, **options: Any) -> dict[str, Any]:
     engine = make_engine(path, layout, optimizer=STILL, **options)
     part = my_part(batch, layout)
-    return {name: engine.update(part, loss) for name, loss in CASES.items()}
+    found = {name: engine.update(part, loss) for name, loss in CASES.items()}
+    masked = my_part(masked_batch(), layout)
+    for aggregation in AGGREGATIONS:
+        loss = replace(settings("ppo_clip"), aggregation=aggregation)
+        found[f"masked {aggregation}"] = engine.update(masked, loss)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +110,79 @@ def test_the_cases_meet_their_bounds(expected: dict[str, Any]):
             assert 0 < metrics["clip_fraction"] < 1, case
     assert 0 < expected["dual_clip"]["dual_clip_fraction"] < 1
     assert expected["gspo"]["loss"] != expected["responses"]["loss"]
+
+
+def test_the_corrections_correct(expected: dict[str, Any]):
+    plain = expected["ppo_clip"]
+    for case, metrics in expected.items():
+        if "correction_share" in metrics:
+            assert 0 < metrics["correction_share"] < 1, case
+            assert 0 < metrics["correction_ess"] < 1, case
+            assert metrics["loss"] != plain["loss"], case
+    assert 0 < expected["off-policy"]["off_policy_masked"] < 1
+    assert expected["entropy"]["entropy"] == expected["measured"]["entropy"] > 0
+    assert expected["measured"]["loss"] == plain["loss"]
+    gain = plain["loss"] - expected["entropy"]["loss"]
+    assert gain == pytest.approx(0.3 * expected["entropy"]["entropy"], rel=1e-4)
+
+
+def test_a_masked_response_is_as_good_as_absent(tiny_qwen3: str):
+    """The loss of a prompt's one response, its others masked, is that of the response alone."""
+    batch = off_policy_batch().slice(0, 1)
+    mask = torch.tensor([False, True, False])
+    alone = {
+        name: (axis, batch[name] if axis is Axis.PROMPTS else batch[name][1:2])
+        for name, axis in batch.axes.items()
+    }
+    single = Batch(
+        {name: data for name, (_, data) in alone.items()},
+        {name: axis for name, (axis, _) in alone.items()},
+        prompts=1,
+        samples_per_prompt=1,
+    )
+    batches = [batch.with_field("sample_mask", Axis.SAMPLES, mask), single]
+    masked, expected = run_ranks(updates, 1, tiny_qwen3, batches)[0]
+    assert masked == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_everything_masked_moves_nothing(tiny_qwen3: str):
+    """One rank has no response left, or none has: the step goes on with what is left."""
+    batch = off_policy_batch()
+    mask = torch.arange(12) >= 6
+    half, none = (
+        batch.with_field("sample_mask", Axis.SAMPLES, values)
+        for values in (mask, torch.zeros_like(mask))
+    )
+    layout = ParallelLayout(dp=2)
+    left, nothing = run_ranks(updates, 2, tiny_qwen3, [half, none], layout)[0]
+    assert left["grad_norm"] > 0 and left["tokens"] > 0
+    assert nothing["grad_norm"] == nothing["loss"] == nothing["tokens"] == 0
+
+
+def updates(
+    path: str, batches: list[Batch], layout: ParallelLayout = ONE
+) -> list[dict[str, float]]:
+    engine = make_engine(path, layout, optimizer=STILL)
+    return [engine.update(my_part(batch, layout), settings("ppo_clip")) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            {"correction": CorrectionSettings("masked", "token", 0.5, 2.0)},
+            "algorithm.rollout_correction needs the field 'old_logprobs'",
+        ),
+        ({"agreement_bound": 0.1}, "algorithm.agreement.bound needs the field 'rollout_logprobs'"),
+        ({"off_policy_bound": 0.1}, "algorithm.off_policy_mask needs the field"),
+    ],
+)
+def test_settings_name_the_field_that_they_lack(change: dict[str, Any], what: str):
+    batch = make_batch()
+    if "correction" not in change:
+        batch = batch.select(name for name in batch.fields if name != "rollout_logprobs")
+    with pytest.raises(ValueError, match=what):
+        check_fields(batch, replace(settings("ppo_clip"), **change))
 
 
 def test_the_divisor_divides(expected: dict[str, Any]):

@@ -8,6 +8,7 @@ import pytest
 
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check_file
+from hybridflow.recipe.compile import compile_recipe
 
 ROOT = Path(__file__).parents[2]
 GRPO = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
@@ -57,6 +58,17 @@ SETTINGS = [
     (["algorithm.dual_clip=1.0"], "`algorithm.dual_clip` must be greater than 1", ""),
     (["algorithm.sapo={tau: 1.0}"], "unknown key 'tau'", "valid: tau_negative"),
     (["algorithm.loss_divisor=0.0"], "must be greater than 0", ""),
+    (
+        ["algorithm.rollout_correction={method: truncated, high: 2.0, low: 0.5}"],
+        "command line: algorithm.rollout_correction.low does nothing",
+        "use `masked` or `rejection`",
+    ),
+    (
+        ["algorithm.rollout_correction={method: masked, high: 2.0, low: 3.0}"],
+        "has low 3 and high 2",
+        "let low be below high",
+    ),
+    (["algorithm.rollout_correction={method: truncated}"], "rollout_correction.high` is missing", "2.0"),
 ]
 
 
@@ -64,6 +76,39 @@ SETTINGS = [
 def test_settings_of_losses(workspace: Path, overrides: list[str], what: str, fix: str):
     found = faults_of(*overrides)
     assert len(found) == 1 and what in found[0] and fix in found[0], found
+
+
+CORRECTION = "algorithm.rollout_correction={method: masked, high: 5.0}"
+CORRECTED = [
+    ("old_logprobs, ref", "ref", CORRECTION, "lacks `old_logprobs`, which algorithm.rollout_corr"),
+    (
+        "rollout_logprobs, token_versions, old_logprobs",
+        "token_versions, old_logprobs",
+        "algorithm.off_policy_mask={bound: 0.1}",
+        "lacks `rollout_logprobs`, which algorithm.off_policy_mask needs",
+    ),
+    (
+        "old_logprobs, ref",
+        "{old_logprobs: rollout_logprobs}, ref",
+        CORRECTION,
+        "takes 'rollout_logprobs' as rollout_logprobs and as old_logprobs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "setting", "what"), CORRECTED)
+def test_fields_of_corrections(workspace: Path, old: str, new: str, setting: str, what: str):
+    assert GRPO.count(old) == 1
+    Path("flow.yaml").write_text(GRPO.replace(old, new))
+    found = faults_of("dataflow=flow.yaml", setting)
+    assert len(found) == 1 and what in found[0], found
+
+
+def test_a_correction_brings_the_old_logprobs(workspace: Path):
+    recipe, faults = check_file("recipe.yaml", [CORRECTION])
+    assert faults == [] and recipe is not None
+    (stage,) = compile_recipe(recipe).stages
+    assert "old" in stage.graph.names and not stage.off_policy
 
 
 def test_settings_that_are_read_are_no_fault(workspace: Path):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hybridflow.batch import Ragged
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -19,10 +21,27 @@ class Sequences:
     index_T: Tensor
     lengths_S: Tensor
 
+    @staticmethod
+    def of(responses: Ragged) -> "Sequences":
+        """Those of the rows of a batch, end to end."""
+        lengths_S = responses.lengths
+        return Sequences(torch.repeat_interleave(lengths_S), lengths_S)
+
     def mean(self, values_T: Tensor) -> Tensor:
         """``[T]`` the mean over each token's whole response, differentiable."""
-        sums_S = values_T.new_zeros(len(self.lengths_S)).index_add(0, self.index_T, values_T)
-        return (sums_S / self.lengths_S.clamp(min=1))[self.index_T]
+        return (self._sums(values_T) / self.lengths_S.clamp(min=1))[self.index_T]
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """``[T]`` the sum over each token's whole response, differentiable."""
+        return self._sums(values_T)[self.index_T]
+
+    def counts(self, flags_T: Tensor) -> Tensor:
+        """``[S]`` int64 number of flagged tokens of each response."""
+        counts_S = torch.zeros_like(self.lengths_S)
+        return counts_S.index_add(0, self.index_T, flags_T.to(counts_S.dtype))
+
+    def _sums(self, values_T: Tensor) -> Tensor:
+        return values_T.new_zeros(len(self.lengths_S)).index_add(0, self.index_T, values_T)
 
 
 @dataclass(frozen=True)
