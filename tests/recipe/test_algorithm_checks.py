@@ -68,7 +68,11 @@ SETTINGS = [
         "has low 3 and high 2",
         "let low be below high",
     ),
-    (["algorithm.rollout_correction={method: truncated}"], "rollout_correction.high` is missing", "2.0"),
+    (
+        ["algorithm.rollout_correction={method: truncated}"],
+        "rollout_correction.high` is missing",
+        "2.0",
+    ),
 ]
 
 
