@@ -28,12 +28,14 @@ class Pack:
         expand_E: ``[E]`` int64 token of the pack at each place of the whole sequences; None when
             no prompt is shared, so that E = T and places are tokens.
         place_T: ``[T]`` int64 the first place of each token: ``expand_E[place_T] = arange(T)``.
-        predict_R: ``[R]`` int64 tokens whose successor is a response token; a shared prompt's last
-            one is there for every response.
+        predict_R: ``[R]`` int64 tokens whose successor is a response token that is predicted; a
+            shared prompt's last one is there for every response.
         labels_R: ``[R]`` int64 these response tokens.
         source_R: ``[R]`` int64 their places in the batch's flat response values.
         sequence_R: ``[R]`` int64 the sequence of the pack that each belongs to.
-        responses_N: ``[sequences]`` int64 response tokens of each; a response is never cut.
+        responses_N: ``[sequences]`` int64 predicted response tokens of each; a response is never
+            cut.
+        rows_N: ``[sequences]`` int64 the batch's response that each is.
     """
 
     input_ids_T: Tensor
@@ -47,6 +49,7 @@ class Pack:
     source_R: Tensor
     sequence_R: Tensor
     responses_N: Tensor
+    rows_N: Tensor
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on another device."""
@@ -80,6 +83,8 @@ def pack_rows(
     *,
     share_prompts: bool = True,
     kept_S: Tensor | None = None,
+    whole_groups: bool = False,
+    trained_T: Tensor | None = None,
 ) -> list[Pack]:
     """Packs of at most ``max_tokens`` input tokens that hold every row with a response.
 
@@ -88,9 +93,11 @@ def pack_rows(
         responses: token ids of P * G responses; response i answers prompt i // G.
         share_prompts: whether responses of one prompt may share it.
         kept_S: ``[P * G]`` bool, rows to pack; None: all.
+        whole_groups: whether all responses of a prompt must be in one pack, one behind the other.
+        trained_T: ``[T]`` bool of the responses' tokens: those that are predicted; None: all.
 
     Raises:
-        ValueError: a prompt is empty, or a row is longer than ``max_tokens``.
+        ValueError: a prompt is empty, or a row or group is longer than ``max_tokens``.
     """
     if len(responses) == 0:
         return []
@@ -106,17 +113,41 @@ def pack_rows(
         prompt = prompt_lengths[row // group]
         _check_row(row, prompt, prompt + length - 1, max_tokens)
         same = share_prompts and chunks and chunks[-1][0] // group == row // group
-        if same and sizes[-1] + length - 1 <= max_tokens:
+        if same and (whole_groups or sizes[-1] + length - 1 <= max_tokens):
             chunks[-1].append(row)
             sizes[-1] += length - 1
         else:
             chunks.append([row])
             sizes.append(prompt + length - 1)
     values = torch.cat([prompts.values, responses.values])
+    units = _groups(chunks, group) if whole_groups else [[i] for i in range(len(chunks))]
+    unit_sizes = [sum(sizes[i] for i in unit) for unit in units]
+    _check_units(units, unit_sizes, chunks, max_tokens)
     return [
-        _pack([chunks[i] for i in chosen], prompts, responses, values)
-        for chosen in bins_first_fit_decreasing(sizes, max_tokens)
+        _pack([chunks[i] for u in chosen for i in units[u]], prompts, responses, values, trained_T)
+        for chosen in bins_first_fit_decreasing(unit_sizes, max_tokens)
     ]
+
+
+def _groups(chunks: list[list[int]], group: int) -> list[list[int]]:
+    """Indices of the chunks of each prompt that has any."""
+    groups: dict[int, list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        groups.setdefault(chunk[0] // group, []).append(index)
+    return list(groups.values())
+
+
+def _check_units(
+    units: list[list[int]], sizes: list[int], chunks: list[list[int]], max_tokens: int
+) -> None:
+    for unit, size in zip(units, sizes, strict=True):
+        if size > max_tokens:
+            first, last = chunks[unit[0]][0], chunks[unit[-1]][-1]
+            raise ValueError(
+                f"samples {first} to {last}, the responses of one prompt, have {size} tokens with "
+                f"their prompt, more than micro_batch_tokens={max_tokens}; raise "
+                "micro_batch_tokens or lower data.max_tokens"
+            )
 
 
 def _check_row(row: int, prompt: int, size: int, max_tokens: int) -> None:
@@ -130,7 +161,13 @@ def _check_row(row: int, prompt: int, size: int, max_tokens: int) -> None:
         )
 
 
-def _pack(chunks: list[list[int]], prompts: Ragged, responses: Ragged, values: Tensor) -> Pack:
+def _pack(
+    chunks: list[list[int]],
+    prompts: Ragged,
+    responses: Ragged,
+    values: Tensor,
+    trained_T: Tensor | None,
+) -> Pack:
     """Packs chunks: of each, the prompt, then the responses but for their last tokens.
 
     ``values`` are all prompts, then all responses. N sequences in C chunks.
@@ -157,6 +194,14 @@ def _pack(chunks: list[list[int]], prompts: Ragged, responses: Ragged, values: T
     last_prompt_N = prompt_start_N + prompt_N - 1
     source_R = _spans(responses.offsets[rows_N], response_N)
     shared = not bool(first_N.all())
+    predict_R = _spans(
+        torch.stack([last_prompt_N, start_N2[:, 1]], dim=1),
+        torch.stack([torch.ones_like(prompt_N), response_N - 1], dim=1),
+    )
+    sequence_R = torch.repeat_interleave(response_N)
+    if trained_T is not None:
+        kept_R = trained_T[source_R]
+        source_R, predict_R, sequence_R = source_R[kept_R], predict_R[kept_R], sequence_R[kept_R]
     return Pack(
         input_ids_T=values[_spans(from_N2, new_N2)].long(),
         position_ids_T=_spans(position_N2, new_N2),
@@ -164,14 +209,12 @@ def _pack(chunks: list[list[int]], prompts: Ragged, responses: Ragged, values: T
         longest=int((prompt_N + response_N).max()) - 1,
         expand_E=expand_E if shared else None,
         place_T=_first_places(expand_E, int(new_N2.sum())) if shared else None,
-        predict_R=_spans(
-            torch.stack([last_prompt_N, start_N2[:, 1]], dim=1),
-            torch.stack([torch.ones_like(prompt_N), response_N - 1], dim=1),
-        ),
+        predict_R=predict_R,
         labels_R=responses.values[source_R].long(),
         source_R=source_R,
-        sequence_R=torch.repeat_interleave(response_N),
-        responses_N=response_N,
+        sequence_R=sequence_R,
+        responses_N=torch.bincount(sequence_R, minlength=len(rows_N)),
+        rows_N=rows_N,
     )
 
 

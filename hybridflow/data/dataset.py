@@ -1,37 +1,52 @@
-"""Prompts and answers as token ids, without those that are too long."""
+"""Prompts and responses as token ids, without those that are too long."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybridflow.data.encode import ANSWER, CHOSEN, REJECTED, encode
 from hybridflow.data.readers import Table, raise_faults, read_table
 from hybridflow.data.rendering import DataSettings, Renderer
+from hybridflow.recipe.catalogue import column_keys
 from hybridflow.recipe.names import hint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_AT_ONCE = 1024
+SUPERVISED = ("prompts", "answers", "targets")
 
 
 @dataclass(frozen=True)
 class PromptRow:
     """One prompt as the model sees it.
 
-    ``prompt_ids`` are the tokens of ``prompt_text``; ``answer_ids`` those of the answer with
-    the end of sequence, the targets of supervised steps. ``answer`` is the data's value as it
-    stands there, ``row`` the whole row of data.
+    Attributes:
+        prompt_ids: the tokens of ``prompt_text``.
+        answer: the data's value as it stands there; None where it is not asked for.
+        row: the whole row of data.
+        answer_ids: of the answer with its end, the targets of supervised steps; of a conversation
+            all that follows the prompt up to the assistant's last word.
+        answer_mask: which of them are trained on.
+        chosen_ids, rejected_ids: of a pair, with their ends.
+        label: whether the answer is a desirable one.
+        margin: by how much the chosen response is the better one.
     """
 
     prompt_ids: list[int]
     prompt_text: str
-    answer_ids: list[int]
     answer: Any
     row: dict[str, Any]
+    answer_ids: list[int] = field(default_factory=list)
+    answer_mask: list[bool] = field(default_factory=list)
+    chosen_ids: list[int] = field(default_factory=list)
+    rejected_ids: list[int] = field(default_factory=list)
+    label: bool | None = None
+    margin: float | None = None
 
 
 class IdRows:
@@ -51,36 +66,36 @@ class IdRows:
 
 
 class PromptDataset:
-    """The rows of a data file whose prompts fit, tokenised, in the file's order.
+    """The rows of a data file that fit, tokenised, in the file's order.
 
     ``total`` counts the file's rows, ``dropped`` those whose prompt has more than
-    ``max_prompt_tokens`` tokens.
+    ``max_prompt_tokens`` tokens, or prompt and response together more than ``max_tokens``.
+    ``responses`` are ids by what they are, see ``Encoded``.
     """
 
     def __init__(
-        self, table: Table, renderer: Renderer, settings: DataSettings, eos_token_id: int
+        self, table: Table, renderer: Renderer, settings: DataSettings, inputs: frozenset[str]
     ) -> None:
         self._table = table
-        self._answer_column = settings.answer_column
-        texts, answers = _texts(table, renderer, settings)
-        prompts = _encode(texts, renderer.encode)
+        self._answer_column = settings.answer_column if "answers" in inputs else None
+        encoded = encode(table, renderer, settings, inputs)
+        prompts = encoded.prompts
         empty = [f"{table.where(i)}: the prompt is empty" for i, p in enumerate(prompts) if not p]
         raise_faults(table.path, empty)
-        kept = [i for i, ids in enumerate(prompts) if len(ids) <= settings.max_prompt_tokens]
+        kept = _fitting(table, settings, prompts, list(encoded.responses.values()))
         self.path = table.path
         self.total = len(prompts)
         self.dropped = self.total - len(kept)
-        if not kept:
-            shortest = min(map(len, prompts))
-            raise ValueError(
-                f"{table.path}: all {self.total} prompts have more than data.max_prompt_tokens="
-                f"{settings.max_prompt_tokens} tokens (the shortest has {shortest}); raise it"
-            )
         self._rows = kept
-        self._texts = [texts[i] for i in kept]
+        self._texts = [encoded.texts[i] for i in kept]
         self.prompts = IdRows([prompts[i] for i in kept])
-        encoded = _encode([answers[i] for i in kept], _plain(renderer.tokenizer))
-        self.answers = IdRows([[*ids, eos_token_id] for ids in encoded])
+        self.responses = {
+            name: IdRows([rows[i] for i in kept]) for name, rows in encoded.responses.items()
+        }
+        trained, labels, margins = encoded.trained, encoded.labels, encoded.margins
+        self._trained = None if trained is None else [trained[i] for i in kept]
+        self._labels = None if labels is None else [labels[i] for i in kept]
+        self._margins = None if margins is None else [margins[i] for i in kept]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -90,83 +105,87 @@ class PromptDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         data = dict(self._table.rows[self._rows[index]])
+        ids = {name: rows[index] for name, rows in self.responses.items()}
+        answer_ids = ids.get(ANSWER, [])
         return PromptRow(
             prompt_ids=self.prompts[index],
             prompt_text=self._texts[index],
-            answer_ids=self.answers[index],
-            answer=data[self._answer_column],
+            answer=None if self._answer_column is None else data[self._answer_column],
             row=data,
+            answer_ids=answer_ids,
+            answer_mask=self._trained[index] if self._trained else [True] * len(answer_ids),
+            chosen_ids=ids.get(CHOSEN, []),
+            rejected_ids=ids.get(REJECTED, []),
+            label=self._labels[index] if self._labels else None,
+            margin=self._margins[index] if self._margins else None,
         )
 
     def where(self, index: int) -> str:
         """``file:line`` of row ``index`` of those that were kept."""
         return self._table.where(self._rows[index])
 
+    def longest(self) -> tuple[int, int]:
+        """The kept row of which a forward pass sees most tokens, and their number: those of each
+        response but its last one, with their prompts."""
+        sizes = [self.prompts.lengths + rows.lengths - 1 for rows in self.responses.values()]
+        total = np.sum(sizes or [self.prompts.lengths], axis=0)
+        return int(total.argmax()), int(total.max())
+
+
+def _fitting(
+    table: Table,
+    settings: DataSettings,
+    prompts: list[list[int]],
+    responses: Sequence[list[list[int]]],
+) -> list[int]:
+    """Rows within the lengths that the recipe sets; ValueError when none is."""
+    fits = [len(ids) <= settings.max_prompt_tokens for ids in prompts]
+    if not any(fits):
+        raise ValueError(
+            f"{table.path}: all {len(prompts)} prompts have more than data.max_prompt_tokens="
+            f"{settings.max_prompt_tokens} tokens (the shortest has {min(map(len, prompts))}); "
+            "raise it"
+        )
+    kept = [row for row, fit in enumerate(fits) if fit]
+    if settings.max_tokens is None or not responses:
+        return kept
+    sizes = {row: len(prompts[row]) + max(len(ids[row]) for ids in responses) for row in kept}
+    within = [row for row in kept if sizes[row] <= settings.max_tokens]
+    if not within:
+        raise ValueError(
+            f"{table.path}: all {len(kept)} rows have more than data.max_tokens="
+            f"{settings.max_tokens} tokens (the shortest has {min(sizes.values())}); raise it"
+        )
+    return within
+
 
 def load_dataset(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, path: str | Path
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    inputs: Iterable[str] = SUPERVISED,
 ) -> PromptDataset:
     """Read and tokenise ``path`` as the recipe's ``data`` section says.
 
+    Args:
+        inputs: of a graph (without ``eval_``), for which the rows are read.
+
     Raises:
-        ValueError: faults in the file or the settings, with file and line, or no prompt left.
+        ValueError: faults in the file or the settings, with file and line, or no row left.
     """
-    eos_token_id = tokenizer.eos_token_id
-    if not isinstance(eos_token_id, int):
-        raise ValueError(
-            "the tokenizer has no end-of-sequence token, so an answer could not end: "
-            "set eos_token in the model folder's tokenizer_config.json"
-        )
-    table = read_table(path)
-    _check_columns(table, settings)
     renderer = Renderer(tokenizer, settings)
-    return PromptDataset(table, renderer, settings, eos_token_id)
+    table = read_table(path)
+    wanted = frozenset(inputs) | {"prompts"}
+    _check_columns(table, settings, wanted)
+    return PromptDataset(table, renderer, settings, wanted)
 
 
-def _check_columns(table: Table, settings: DataSettings) -> None:
-    wanted = {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
+def _check_columns(table: Table, settings: DataSettings, inputs: frozenset[str]) -> None:
+    keys = column_keys(sorted(inputs), settings.messages_column is not None)
+    wanted = {key: str(getattr(settings, key)) for key in keys}
     faults = [
         f"{table.path}: there is no column '{column}' (data.{key}); {hint(column, table.columns)}"
         for key, column in wanted.items()
         if column not in table.columns
     ]
     raise_faults(table.path, faults)
-
-
-def _texts(table: Table, renderer: Renderer, settings: DataSettings) -> tuple[list[str], list[str]]:
-    """Every row's rendered prompt, and its answer as text."""
-    texts, answers, faults = [], [], []
-    for index, row in enumerate(table.rows):
-        try:
-            texts.append(renderer.text(_value(row, settings.prompt_column)))
-            answers.append(_answer_text(_value(row, settings.answer_column)))
-        except ValueError as error:
-            faults.append(f"{table.where(index)}: {error}")
-    raise_faults(table.path, faults)
-    return texts, answers
-
-
-def _value(row: dict[str, Any], column: str) -> Any:
-    if column not in row:
-        raise ValueError(f"the row has no '{column}'; {hint(column, row)}")
-    return row[column]
-
-
-def _answer_text(answer: Any) -> str:
-    """An answer as a model would write it; null and nested values are none."""
-    if not isinstance(answer, str | int | float):
-        raise ValueError(f"the answer must be text or a number, not {answer!r}")
-    return str(answer)
-
-
-def _encode(texts: list[str], encode: Any) -> list[list[int]]:
-    """Token ids of ``texts``, some at a time so that memory stays bounded."""
-    ids: list[list[int]] = []
-    for start in range(0, len(texts), _ROWS_AT_ONCE):
-        ids.extend(encode(texts[start : start + _ROWS_AT_ONCE]))
-    return ids
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Encoder of answers: they follow a prompt, so no special token is added."""
-    return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -1,15 +1,15 @@
-"""What enters the graph: prompts, answers and targets of the step's rows."""
+"""What enters the graph: fields of the step's rows of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridflow.batch import Ragged
 from hybridflow.dataflow.fields import Value
-from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue import GRAPH_INPUTS
 
 if TYPE_CHECKING:
     from hybridflow.data import PromptRow, PromptStream
@@ -41,7 +41,8 @@ class Feed:
 
 
 def _column(name: str, rows: list[PromptRow]) -> Value:
-    return Value(Axis.PROMPTS, _COLUMNS[name](rows), prompts=len(rows))
+    entry = GRAPH_INPUTS[name]
+    return Value(entry.type.axis, _COLUMNS[name](rows), len(rows), entry.samples)
 
 
 def _ids(sequences: list[list[int]]) -> Ragged:
@@ -52,8 +53,16 @@ def _answers(rows: list[PromptRow]) -> list[dict]:
     return [{**row.row, "answer": row.answer, "prompt_text": row.prompt_text} for row in rows]
 
 
-_COLUMNS = {
+def _pairs(rows: list[PromptRow]) -> Ragged:
+    return _ids([ids for row in rows for ids in (row.chosen_ids, row.rejected_ids)])
+
+
+_COLUMNS: dict[str, Callable[[list[PromptRow]], Any]] = {
     "prompts": lambda rows: _ids([row.prompt_ids for row in rows]),
-    "targets": lambda rows: _ids([row.answer_ids for row in rows]),
     "answers": _answers,
+    "targets": lambda rows: _ids([row.answer_ids for row in rows]),
+    "target_mask": lambda rows: Ragged.from_rows([row.answer_mask for row in rows], torch.bool),
+    "pairs": _pairs,
+    "labels": lambda rows: torch.tensor([row.label for row in rows], dtype=torch.bool),
+    "margins": lambda rows: torch.tensor([row.margin for row in rows], dtype=torch.float32),
 }

@@ -78,23 +78,41 @@ def _concurrent(stack: ExitStack) -> ConcurrentRunner:
 
 
 def _feeds(plan: Plan, tokenizer: Any) -> dict[str, Feed]:
-    """A feed for each stage; a file that two stages read is tokenised once."""
-    loaded: dict[str, PromptDataset] = {}
+    """A feed for each stage; a file that two stages read alike is tokenised once."""
+    loaded: dict[tuple[str, frozenset[str]], PromptDataset] = {}
 
-    def dataset(path: str) -> PromptDataset:
-        if path not in loaded:
-            loaded[path] = load_dataset(plan.recipe.data, tokenizer, path)
-        return loaded[path]
+    def dataset(path: str, inputs: frozenset[str]) -> PromptDataset:
+        key = path, inputs
+        if key not in loaded:
+            loaded[key] = load_dataset(plan.recipe.data, tokenizer, path, inputs)
+            _check_sizes(plan, loaded[key])
+        return loaded[key]
 
-    return {stage.name: _feed(plan, stage, dataset(stage.data), dataset) for stage in plan.stages}
+    return {stage.name: _feed(plan, stage, dataset) for stage in plan.stages}
 
 
-def _feed(plan: Plan, stage: Stage, training: PromptDataset, dataset: Any) -> Feed:
+def _check_sizes(plan: Plan, dataset: PromptDataset) -> None:
+    """ValueError when responses that the data brings do not fit a forward pass."""
+    row, tokens = dataset.longest()
+    limit = plan.recipe.roles.actor.micro_batch_tokens
+    if dataset.responses and tokens > limit:
+        raise ValueError(
+            f"{dataset.where(row)}: the row has {tokens} tokens, its responses and their prompts "
+            f"together, more than roles.actor.micro_batch_tokens={limit}; raise that, or leave "
+            "long rows out with data.max_tokens"
+        )
+
+
+def _feed(
+    plan: Plan, stage: Stage, dataset: Callable[[str, frozenset[str]], PromptDataset]
+) -> Feed:
     recipe = plan.recipe
+    training = dataset(stage.data, stage.rows_of("train"))
     stream = PromptStream(training, recipe.seed, recipe.data.shuffle)
     rows: list[PromptRow] = []
-    if recipe.evaluation is not None and recipe.data.eval is not None:
-        held_out = dataset(recipe.data.eval)
+    inputs = stage.rows_of("eval")
+    if recipe.evaluation is not None and recipe.data.eval is not None and inputs:
+        held_out = dataset(recipe.data.eval, inputs)
         count = min(recipe.evaluation.prompts or len(held_out), len(held_out))
         rows = [held_out.row(i) for i in range(count)]
     return Feed(stream, stage.prompts_per_step, rows)

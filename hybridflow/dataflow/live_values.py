@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridflow.dataflow.state import LiveValue
 from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.ranges import LARGEST
+from hybridflow.recipe.schema_roles import SamplingSection
 
 _RUNS = "the run itself counts it"
 _OLDER_SAMPLES = "a node takes samples of earlier steps, which were drawn as it was then"
@@ -13,18 +14,26 @@ _NO_KL = "algorithm.kl.coef is 0 in the recipe, so nothing computes the KL"
 
 def live_values(plan: Plan) -> list[LiveValue]:
     """Every value that may change between steps, from where the recipe lets it begin."""
-    algorithm, sampling = plan.recipe.algorithm, plan.recipe.roles.rollout.sampling
+    algorithm, rollout = plan.recipe.algorithm, plan.recipe.roles.rollout
     no_kl = "" if algorithm.kl.coef else _NO_KL
     nodes = [node for stage in plan.stages for node in stage.graph.nodes]
     older = _OLDER_SAMPLES if any(node.delay for node in nodes) else ""
     rate, fastest = plan.stages[0].optimizer.lr, max(s.optimizer.lr for s in plan.stages)
-    tokens, coef, heat = sampling.max_tokens, algorithm.kl.coef, sampling.temperature
+    coef = algorithm.kl.coef
     least = min(1e-6, coef) if algorithm.kl.adaptive else 0  # times anything, 0 stays 0
     return [
         LiveValue("step", 0, 0, LARGEST, "steps that have ended, over all stages", fixed=_RUNS),
         LiveValue("weight_version", 0, 0, LARGEST, "version that the servers hold", fixed=_RUNS),
         LiveValue("actor_lr", rate, 0, max(1.0, fastest), "peak of the actor's learning rate"),
         LiveValue("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
+        *([] if rollout is None else _of_sampling(rollout.sampling, older)),
+    ]
+
+
+def _of_sampling(sampling: SamplingSection, older: str) -> list[LiveValue]:
+    """``older``: why the temperature is fixed, if it is."""
+    tokens, heat = sampling.max_tokens, sampling.temperature
+    return [
         LiveValue(
             "temperature", heat, min(0.01, heat), max(10.0, heat), "of sampling", fixed=older
         ),

@@ -29,6 +29,7 @@ class Observer:
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
         self._scoring = [n for n in graph.nodes if _is(n, kinds, "reward", "score")]
         self._updating = [n for n in graph.nodes if _is(n, kinds, "model", "update")]
+        self._measuring = [n for n in graph.nodes if _is(n, kinds, "model", "evaluate")]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
         self._main_reward = _main_reward(graph, self._training_scores)
@@ -41,6 +42,9 @@ class Observer:
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
             found |= {f"update/{name}": value for name, value in measured.items()}
+        for node in self._ran(self._measuring, outcome):
+            measured = outcome.results[node.name]["metrics"]
+            found |= {f"eval/{name}": value for name, value in measured.items()}
         for node in self._ran(self._publishing, outcome):
             found["weights/version"] = float(outcome.results[node.name]["weight_version"])
             if published is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -91,20 +91,29 @@ def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext)
 
 
 def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    temperature = around.team.state["temperature"]
+    temperature = around.team.temperature(around.stage)
     return around.team.groups[str(node.role)].run(ModelWorker.logprobs, batch, temperature)
 
 
 def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    if batch.axes["responses"] is Axis.PROMPTS:  # targets of the data: one response a prompt
-        batch = batch.with_field("responses", Axis.TOKENS, batch["responses"])
     loss = around.team.loss(around.stage, node.options["loss"])
     behind: dict[str, float] = {}
     if "token_versions" in batch and around.stage.generates:
-        versions, allowed = batch["token_versions"], around.recipe.roles.rollout.max_staleness
+        versions, allowed = batch["token_versions"], around.recipe.roles.servers.max_staleness
         staleness.require(versions, around.team.version, allowed)
         behind = staleness.staleness_metrics(versions, around.team.version)
     return _of_run("metrics", {**around.team.update(batch, loss), **behind})
+
+
+def _evaluate(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    loss = replace(
+        around.team.loss(around.stage, node.options["loss"]),
+        temperature=1.0,  # the data brings the responses, also beside nodes that sample
+        correction=None,
+        off_policy_bound=None,
+        agreement_bound=None,
+    )
+    return _of_run("metrics", around.team.evaluate(str(node.role), batch, loss))
 
 
 def _publish(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
@@ -125,6 +134,7 @@ CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
     ("reward", "score"): _score,
     ("model", "logprobs"): _logprobs,
     ("model", "update"): _update,
+    ("model", "evaluate"): _evaluate,
     ("model", "publish"): _publish,
     ("model", "save"): _save,
 }

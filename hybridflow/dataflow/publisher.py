@@ -48,7 +48,7 @@ class Publisher:
         self.version = 0
         self._note_version = note_version
         self.last: PublishReport | None = None
-        section = plan.recipe.roles.rollout
+        section = plan.recipe.roles.servers
         self._staleness = section.max_staleness
         self._actor, self._on_event = actor, on_event
         self._shared = own_folder(section.sync.directory)
@@ -213,7 +213,7 @@ def _wiring(
     plan: Plan, actor: WorkerGroup, engines: list[RolloutEngine], sync: SyncSettings
 ) -> Wiring:
     recipe = plan.recipe
-    servers = recipe.roles.rollout.parallel
+    servers = recipe.roles.servers.parallel
     return Wiring(
         model_path=str(Path(recipe.model.path).resolve()),
         layout=plan.layouts["actor"],

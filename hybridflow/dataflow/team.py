@@ -136,6 +136,10 @@ class Team:
             seed=seed,
         )
 
+    def temperature(self, stage: Stage) -> float:
+        """Of the responses of a stage: the sampler's, and 1 for those that the data brings."""
+        return self.state["temperature"] if stage.generates else 1.0
+
     def loss(self, stage: Stage, name: str) -> LossSettings:
         """How the actor turns a batch of ``stage`` into optimizer steps."""
         algorithm = self.recipe.algorithm
@@ -153,7 +157,7 @@ class Team:
             **(_corrections(algorithm) if stage.generates else {}),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
-            temperature=self.state["temperature"] if stage.generates else 1.0,
+            temperature=self.temperature(stage),
             mini_batches=stage.mini_batches,
             epochs=stage.epochs,
             lr_scale=self.state["actor_lr"] / stage.optimizer.lr,
@@ -176,6 +180,10 @@ class Team:
         if self.publisher is not None:
             self.publisher.actor_moved()
         return self.groups["actor"].run(ModelWorker.update, batch, loss)
+
+    def evaluate(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """The loss and its metrics under a role's weights, without a step."""
+        return self.groups[role].run(ModelWorker.evaluate, batch, loss)
 
     def make_room(self) -> None:
         """Before a rollout: models on its devices give up what training alone needs, and take it
@@ -237,7 +245,7 @@ def optimizer_settings(stage: Stage) -> OptimizerSettings:
 def _engines(plan: Plan, session: Session, pool: Pool | None) -> list[RolloutEngine]:
     """Every rollout engine, starting: one group each, on the first of its server's slots."""
     assert pool is not None, "a rollout has devices"
-    section = plan.recipe.roles.rollout
+    section = plan.recipe.roles.servers
     parent = section.sync.directory if section.sync.transport == "direct" else None
     settings = {"server": _server(plan.recipe), "sync_parent": parent}
     parallel, nodes = section.parallel, [place.node for place in pool.places]
@@ -272,7 +280,7 @@ def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> 
 
 
 def _server(recipe: Recipe) -> ServerConfig:
-    section = recipe.roles.rollout
+    section = recipe.roles.servers
     return ServerConfig(
         engine=section.engine,
         model_path=recipe.model.path,

@@ -148,6 +148,25 @@ class Engine:
             raise FloatingPointError(f"{self._where()}: the loss is {metrics['loss']}")
         return {**metrics, "grad_norm": sum(norms) / len(norms), "lr": rate}
 
+    def evaluate(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """The loss on the batch and what it measures, without a step.
+
+        Args:
+            batch: this data-parallel rank's rows, as ``update`` takes them; there may be none.
+
+        Returns:
+            Metrics, the same on every rank.
+        """
+        check_fields(batch, loss)
+        self.switch_to_training()
+        rows = rows_of(batch, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
+        (packs,) = in_lockstep([rows.packs], self.config.layout)
+        measured = UpdateLoss(loss, batch, self._packed.device)
+        pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
+        if packs:
+            self._packed.evaluate(packs, loss.temperature, pack_loss)
+        return measured.reduce([rows])
+
     def _step(
         self, optimizer: ModelOptimizer, rows: Rows, loss: LossSettings, pack_loss: PackLoss
     ) -> tuple[float, float]:

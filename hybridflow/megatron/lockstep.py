@@ -49,4 +49,5 @@ def _idle_pack() -> Pack:
         source_R=none,
         sequence_R=none,
         responses_N=none,
+        rows_N=none,
     )

@@ -71,6 +71,7 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
             max_tokens,
             share_prompts=share_prompts,
             kept_S=left_S > 0,
+            trained_T=batch["response_mask"].values if "response_mask" in batch else None,
         ),
         weights_T=weights_T,
         normaliser=normaliser,
@@ -139,6 +140,8 @@ def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Ten
     kept_T = torch.ones(len(responses.values), dtype=torch.bool)
     if "sample_mask" in batch:
         kept_T &= torch.repeat_interleave(batch["sample_mask"], responses.lengths)
+    if "response_mask" in batch:
+        kept_T &= batch["response_mask"].values
     if correction is not None:
         kept_T &= correction.kept_T
     return kept_T

@@ -56,6 +56,17 @@ class PackedModel:
         with torch.no_grad():
             return self._run(packs, collect, forward_only=True)
 
+    def evaluate(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
+        """Calls ``loss`` with every pack's logits, without gradient."""
+
+        def look(pack: Pack) -> Callable[..., Tensor]:
+            return lambda logits_1RV, non_loss_data: loss(
+                pack, self._logits(pack, logits_1RV, temperature)
+            )
+
+        with torch.no_grad():
+            self._run(packs, look, forward_only=True)
+
     def forward_backward(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
         """Adds the gradient of ``sum over packs of loss(pack, logits)`` to the buffers, then
         averages them over data-parallel ranks."""

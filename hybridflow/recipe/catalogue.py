@@ -3,8 +3,8 @@
 A test binds every entry to its implementation, so this table and the code cannot drift apart.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hybridflow.recipe.axes import Axis, FieldType
@@ -12,11 +12,16 @@ from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     ANSWERS,
     FINISHED,
+    LABELS,
     LOGPROBS,
+    MARGINS,
+    PAIRS,
     PROMPTS,
+    RESPONSE_MASK,
     RESPONSES,
     REWARD_VALUES,
     SAMPLE_MASK,
+    TARGET_MASK,
     TARGETS,
     TOKEN_ADVANTAGES,
     TOKEN_VERSIONS,
@@ -24,7 +29,7 @@ from hybridflow.recipe.catalogue_fields import (
     takes,
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
-from hybridflow.recipe.catalogue_losses import LOSSES
+from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES
 from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.signature import Option, RoleKind, Signature
 
@@ -39,19 +44,50 @@ class RewardEntry:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A field that the data gives; ``batch`` tells training rows from evaluation rows."""
+    """A field that the data gives.
+
+    Attributes:
+        columns: keys of the recipe's ``data`` section that name the columns it is made of.
+        conversation: whether ``data.messages_column``, where it is set, stands for these columns.
+        samples: responses of a prompt that the data itself brings; None for fields without any.
+        batch: tells training rows from evaluation rows.
+    """
 
     type: FieldType
-    batch: Literal["train", "eval"]
+    columns: tuple[str, ...]
+    conversation: bool = False
+    samples: int | None = None
+    batch: Literal["train", "eval"] = "train"
 
 
-GRAPH_INPUTS: dict[str, GraphInput] = {
-    "prompts": GraphInput(PROMPTS, "train"),
-    "answers": GraphInput(ANSWERS, "train"),
-    "targets": GraphInput(TARGETS, "train"),
-    "eval_prompts": GraphInput(PROMPTS, "eval"),
-    "eval_answers": GraphInput(ANSWERS, "eval"),
+_ANSWERED = ("prompt_column", "answer_column")
+_ROW_INPUTS: dict[str, GraphInput] = {
+    "prompts": GraphInput(PROMPTS, ("prompt_column",), conversation=True),
+    "answers": GraphInput(ANSWERS, ("answer_column",)),
+    "targets": GraphInput(TARGETS, _ANSWERED, conversation=True, samples=1),
+    "target_mask": GraphInput(TARGET_MASK, _ANSWERED, conversation=True, samples=1),
+    "pairs": GraphInput(PAIRS, ("prompt_column", "chosen_column", "rejected_column"), samples=2),
+    "labels": GraphInput(LABELS, ("label_column",), samples=1),
+    "margins": GraphInput(MARGINS, ("margin_column",)),
 }
+GRAPH_INPUTS: dict[str, GraphInput] = _ROW_INPUTS | {
+    f"eval_{name}": replace(entry, batch="eval") for name, entry in _ROW_INPUTS.items()
+}
+
+
+def column_keys(inputs: Iterable[str], conversations: bool) -> tuple[str, ...]:
+    """Keys of the ``data`` section whose columns rows must have for these graph inputs.
+
+    Args:
+        conversations: whether ``data.messages_column`` is set.
+    """
+    entries = [GRAPH_INPUTS[name] for name in inputs]
+    pairs = any(entry.samples == 2 for entry in entries)  # whose prompts have their own column
+    keys: dict[str, None] = {}
+    for entry in entries:
+        from_messages = conversations and entry.conversation and not pairs
+        keys |= dict.fromkeys(("messages_column",) if from_messages else entry.columns)
+    return tuple(keys)
 
 
 CALLS: dict[tuple[RoleKind, str], Signature] = {
@@ -97,7 +133,8 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         "Take the optimizer steps of one training step: epochs x mini-batches.",
         {
             "prompts": takes(PROMPTS),
-            "responses": takes(RESPONSES, TARGETS),
+            "responses": takes(RESPONSES),
+            "response_mask": takes(RESPONSE_MASK, optional=True),
             "rollout_logprobs": takes(
                 LOGPROBS,
                 optional=True,
@@ -131,6 +168,16 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         },
         trainable=True,
     ),
+    ("model", "evaluate"): Signature(
+        "The loss and its metrics on rows that are not trained on.",
+        {
+            "prompts": takes(PROMPTS),
+            "responses": takes(RESPONSES),
+            "response_mask": takes(RESPONSE_MASK, optional=True),
+        },
+        {"metrics": field_type(Axis.RUN, "object", "what was measured, by name")},
+        {"loss": Option("str", required=True, choices=EVALUATED, description="the loss to report")},
+    ),
     ("model", "publish"): Signature(
         "Stream the weights into the rollout role named by `to` and prove them by checksum.",
         {},
@@ -146,6 +193,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
 }
 
 CONDITIONS: dict[str, str] = {
+    "rollout": "the recipe has roles.rollout",
     "off_policy": "the update looks back at the policy before it: mini_batches * epochs > 1, or "
     "algorithm.rollout_correction",
     "kl": "algorithm.kl.coef > 0",

@@ -17,8 +17,17 @@ def takes(*types: FieldType, optional: bool = False, description: str = "") -> I
 PROMPTS = field_type(Axis.PROMPTS, "ids", "token ids of each prompt")
 ANSWERS = field_type(Axis.PROMPTS, "object", "the data's row of each prompt, with its answer")
 TARGETS = field_type(
-    Axis.PROMPTS, "ids", "token ids of each prompt's answer, end of sequence included"
+    Axis.TOKENS, "int", "token ids of each prompt's answer, end of sequence included"
 )
+TARGET_MASK = field_type(
+    Axis.TOKENS, "bool", "tokens of the answer to train on; of a conversation the assistant's"
+)
+PAIRS = field_type(
+    Axis.TOKENS, "int", "token ids of two responses to each prompt: the chosen, then the rejected"
+)
+LABELS = field_type(Axis.SAMPLES, "bool", "whether each answer is a desirable one")
+MARGINS = field_type(Axis.PROMPTS, "float", "by how much each chosen response is the better one")
+RESPONSE_MASK = field_type(Axis.TOKENS, "bool", "response tokens to train on; default: all")
 RESPONSES = field_type(Axis.TOKENS, "int", "token ids of each response")
 LOGPROBS = field_type(Axis.TOKENS, "float", "log-probability of each response token, in nats")
 REWARD_VALUES = field_type(Axis.SAMPLES, "float", "reward of each response")

@@ -60,3 +60,6 @@ LOSSES = Registry(
     _LOSSES,
     aliases={"ppo": "ppo_clip", "geo_mean": "gmpo", "nll": "cross_entropy", "sft": "cross_entropy"},
 )
+
+EVALUATED = ("cross_entropy",)
+"""Losses of rows that are not trained on."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from hybridflow.recipe.activate import activate, activation_faults, read_dataflow
+from hybridflow.recipe.catalogue import GRAPH_INPUTS
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.graph_check import type_faults
@@ -63,6 +64,19 @@ class Stage:
     def generates(self) -> bool:
         """Whether the stage samples responses."""
         return any(node.call == "generate" for node in self.graph.nodes)
+
+    def rows_of(self, batch: str) -> frozenset[str]:
+        """What the graph takes of rows of ``batch`` (train or eval), without ``eval_``."""
+        names = (name for name in self.graph.inputs if name in GRAPH_INPUTS)
+        mine = (name for name in names if GRAPH_INPUTS[name].batch == batch)
+        return frozenset(name.removeprefix("eval_") for name in mine)
+
+    def longest_sample(self, recipe: Recipe) -> int:
+        """Most tokens of a prompt and a response; the data's responses must fit a pass."""
+        data, actor = recipe.data, recipe.roles.actor
+        if self.generates and recipe.roles.rollout is not None:
+            return data.max_prompt_tokens + recipe.roles.rollout.sampling.max_tokens
+        return min(data.max_tokens or actor.micro_batch_tokens, actor.micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -131,12 +145,12 @@ class Plan:
 
     def algebra(self, stage: Stage) -> BatchAlgebra:
         """Batch sizes of a step of ``stage``."""
-        actor, data = self.recipe.roles.actor, self.recipe.data
+        actor = self.recipe.roles.actor
         dp = actor.parallel.dp
         prompts_per_rank = stage.prompts_per_step // dp
         samples_per_rank = prompts_per_rank * stage.samples_per_prompt
         mini_batch = samples_per_rank // stage.mini_batches
-        longest = data.max_prompt_tokens + self.recipe.roles.rollout.sampling.max_tokens
+        longest = stage.longest_sample(self.recipe)
         samples_per_pack = max(1, actor.micro_batch_tokens // longest)
         return BatchAlgebra(
             prompts=stage.prompts_per_step,
@@ -228,15 +242,25 @@ def _stage(
         "off_policy": settings["mini_batches"] * settings["epochs"] > 1
         or recipe.algorithm.rollout_correction is not None,
         "kl": recipe.algorithm.kl.coef > 0,
+        "rollout": recipe.roles.rollout is not None,
     }
     sections = {
         "evaluation": recipe.evaluation.every if recipe.evaluation else None,
         "checkpoint": recipe.checkpoint.every,
     }
     active, off = activate(graph, conditions, sections)
+    settings["samples_per_prompt"] = _samples(active, settings["samples_per_prompt"])
     faults += type_faults(graph, kinds, active.names)
     faults += activation_faults(graph, off, kinds)
     return Stage(key=key, graph=active, off=off, **settings), faults
+
+
+def _samples(graph: Graph, asked: int) -> int:
+    """Responses of a prompt: as many as the data brings where the graph samples none."""
+    brought = [GRAPH_INPUTS[name].samples or 0 for name in graph.inputs if name in GRAPH_INPUTS]
+    if any(node.call == "generate" for node in graph.nodes):
+        return asked
+    return max(brought, default=0) or asked
 
 
 def make_plan(recipe: Recipe, stages: list[Stage]) -> Plan:
@@ -251,9 +275,9 @@ def make_plan(recipe: Recipe, stages: list[Stage]) -> Plan:
 def _pools(
     recipe: Recipe, used: list[str], layouts: Mapping[str, ParallelLayout]
 ) -> dict[str, Pool]:
-    servers = recipe.roles.rollout.parallel
     needs = {role: layout.world for role, layout in layouts.items()}
     if "rollout" in used:
+        servers = recipe.roles.servers.parallel
         needs["rollout"] = servers.tp * servers.dp
     hosts = {role: _host(recipe, role, needs) for role in needs}
     return {

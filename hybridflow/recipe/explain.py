@@ -36,7 +36,7 @@ def _devices(plan: Plan) -> Iterator[str]:
 def _placement(plan: Plan, role: str) -> str:
     if role in plan.layouts:
         return "; ".join(_layout(plan.layouts[role]))
-    rollout = plan.recipe.roles.rollout
+    rollout = plan.recipe.roles.servers
     servers = rollout.parallel
     return f"{servers.dp} server(s) of engine {rollout.engine}, {servers.tp} device(s) each"
 

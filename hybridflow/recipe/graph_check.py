@@ -165,7 +165,8 @@ class _TypeCheck:
         if known.trainable and node.role != TRAINABLE_ROLE:
             what = f"node '{node.name}' would {node.call} the role '{node.role}', which is frozen"
             yield Fault(node.origin, what, f"use role: {TRAINABLE_ROLE}")
-        if node.call == "publish" and self._kinds.get(node.to or "") != "rollout":
+        sends = node.call == "publish" and node.name in self._active
+        if sends and self._kinds.get(node.to or "") != "rollout":
             rollouts = [role for role, kind in self._kinds.items() if kind == "rollout"]
             what = f"node '{node.name}' publishes to {node.to!r}, which is no rollout role"
             yield Fault(node.origin, what, f"add `to: {rollouts[0] if rollouts else 'rollout'}`")

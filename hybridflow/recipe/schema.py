@@ -51,12 +51,31 @@ class DataSection(Section):
     eval: Text | None = Field(default=None, description="held-out file of the same form")
     prompt_column: Text = Field(default="prompt", description="column of the prompt")
     answer_column: Text = Field(default="answer", description="column of the answer")
+    messages_column: Text | None = Field(
+        default=None,
+        description="column of whole conversations, whose assistant turns a supervised step "
+        "trains on; stands for prompt_column and answer_column; null: none",
+    )
+    turns: Literal["all", "last"] = Field(
+        default="all", description="turns of the assistant in a conversation that are trained on"
+    )
+    chosen_column: Text = Field(default="chosen", description="column of the better response")
+    rejected_column: Text = Field(default="rejected", description="column of the worse response")
+    label_column: Text = Field(default="label", description="column of true or false, for `kto`")
+    margin_column: Text = Field(
+        default="margin", description="column of a number: by how much the better one is better"
+    )
     chat: bool | None = Field(
         default=None,
         description="wrap prompts in the chat template; null: when the tokenizer has one",
     )
     system: str | None = Field(default=None, description="system message of the chat template")
     max_prompt_tokens: Count = Field(default=1024, description="longer prompts are left out")
+    max_tokens: Count | None = Field(
+        default=None,
+        description="rows whose prompt and response together are longer are left out; for data "
+        "that brings its responses; null: none is",
+    )
     shuffle: bool = Field(default=True, description="visit the rows in a seeded random order")
     prompts_per_step: Count = Field(examples=[1], description="prompts of a training step")
     samples_per_prompt: Count = Field(default=1, description="responses to each prompt")

@@ -192,10 +192,16 @@ class RolesSection(Section):
         examples=[{"optimizer": {"lr": 1e-6}}], description="the trained model"
     )
     reference: ReferenceSection | None = Field(default=None, description="the frozen model, for KL")
-    rollout: RolloutSection = Field(
-        examples=[{"sampling": {"max_tokens": 1}}], description="the servers"
+    rollout: RolloutSection | None = Field(
+        default=None, description="the servers; for dataflows that sample"
     )
     reward: RewardSection | None = Field(default=None, description="the rule that scores")
+
+    @property
+    def servers(self) -> RolloutSection:
+        """The section of the rollout role, in a run whose graphs sample."""
+        assert self.rollout is not None, "a checked graph acts on roles of the recipe alone"
+        return self.rollout
 
     def rewards(self) -> dict[str, RewardSection]:
         """Every reward role by name."""
@@ -204,7 +210,9 @@ class RolesSection(Section):
 
     def kinds(self) -> dict[str, RoleKind]:
         """Every role of the recipe and its kind."""
-        models: dict[str, RoleKind] = {"actor": "model", "rollout": "rollout"}
+        models: dict[str, RoleKind] = {"actor": "model"}
+        if self.rollout is not None:
+            models["rollout"] = "rollout"
         if self.reference is not None:
             models["reference"] = "model"
         return {**models, **dict.fromkeys(self.rewards(), "reward")}

@@ -108,7 +108,7 @@ def planned(plan: Plan, device: str = "cuda", sync: SyncSettings | None = None) 
         assert pool is not None, f"a role without devices: {role}"
         return tuple(Seat(f"host {host}", device) for host, device in places[pool.name])
 
-    layout, servers = plan.layouts["actor"], recipe.roles.rollout.parallel
+    layout, servers = plan.layouts["actor"], recipe.roles.servers.parallel
     slots = seats("rollout")
     hosts = [seat.host for seat in slots] if servers.tp <= per_host else [None] * len(slots)
     engines = placement.engine_slots(hosts, servers.tp, servers.dp, plan.trainer_beside_rollout)
@@ -121,13 +121,13 @@ def planned(plan: Plan, device: str = "cuda", sync: SyncSettings | None = None) 
         device=device,
         trainer=seats("actor")[: layout.world],
         engines=tuple(tuple(slots[slot] for slot in engine) for engine in engines),
-        sync=sync or settings(plan, recipe.roles.rollout.sync.directory),
+        sync=sync or settings(plan, recipe.roles.servers.sync.directory),
     )
 
 
 def settings(plan: Plan, directory: str) -> SyncSettings:
     """The recipe's settings, for a run whose own folder is ``directory``."""
-    section = plan.recipe.roles.rollout.sync
+    section = plan.recipe.roles.servers.sync
     return SyncSettings(
         transport=section.transport,
         mode=section.mode,

@@ -62,6 +62,12 @@ class ModelWorker:
         with _computing:
             return self._engine.update(batch, loss)
 
+    @transfer(DATA_PARALLEL)
+    def evaluate(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+        """The loss and its metrics without a step; the same on every rank."""
+        with _computing:
+            return self._engine.evaluate(batch, loss)
+
     @transfer(ONE_TO_ALL)
     def begin_stage(self, optimizer: OptimizerSettings) -> None:
         """A fresh optimizer and learning-rate schedule for the next stage."""

@@ -122,3 +122,41 @@ def test_no_rows_no_packs():
     nothing = Ragged.from_rows([], dtype=torch.int64)
     assert pack_rows(nothing, nothing, 5) == []
     assert pack_rows(Ragged.from_rows([[1]]), Ragged.from_rows([[]], dtype=torch.int64), 5) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(GROUPS, st.booleans())
+def test_whole_groups_lie_in_one_pack_one_behind_the_other(groups, share):
+    lengths = [max(1, r) for _, group in groups for r in group]
+    prompts = Ragged.from_rows([torch.arange(p) for p, _ in groups])
+    responses = Ragged.from_rows([torch.arange(r) for r in lengths])
+    group = len(lengths) // len(groups)
+    packs = pack_rows(prompts, responses, 70, share_prompts=share, whole_groups=True)
+    held = torch.cat([pack.rows_N for pack in packs]).view(-1, group)
+    assert torch.equal(held, held[:, :1] + torch.arange(group)) and len(held) == len(groups)
+    assert torch.equal(held[:, 0].sort().values, torch.arange(len(groups)) * group)
+
+
+def test_a_group_that_fits_no_pack_is_named():
+    prompts = Ragged.from_rows([[1], [2, 3]])
+    responses = Ragged.from_rows([[4], [5], [6, 7, 8], [6, 7, 8]])
+    with pytest.raises(ValueError, match="samples 2 to 3, .* have 6 tokens .*max_tokens"):
+        pack_rows(prompts, responses, 5, whole_groups=True)
+    assert len(pack_rows(prompts, responses, 5)) == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(GROUPS, st.randoms(use_true_random=False))
+def test_only_trained_tokens_are_predicted(groups, chance):
+    lengths = [r for _, group in groups for r in group]
+    prompts = Ragged.from_rows([torch.arange(p) for p, _ in groups])
+    responses = Ragged.from_rows([torch.arange(r) for r in lengths], dtype=torch.int64)
+    trained_T = torch.tensor([chance.random() < 0.5 for _ in responses.values], dtype=torch.bool)
+    whole = pack_rows(prompts, responses, 40)
+    masked = pack_rows(prompts, responses, 40, trained_T=trained_T)
+    for all_of_it, some in zip(whole, masked, strict=True):
+        kept_R = trained_T[all_of_it.source_R]
+        assert torch.equal(all_of_it.input_ids_T, some.input_ids_T)
+        for name in ("predict_R", "labels_R", "source_R", "sequence_R"):
+            assert torch.equal(getattr(all_of_it, name)[kept_R], getattr(some, name)), name
+        assert int(some.responses_N.sum()) == int(kept_R.sum())

@@ -60,7 +60,7 @@ def test_a_sample_shows_text_answer_and_mask(dataset, tokenizer):
 
 
 def test_the_summary_counts_what_is_left_out(dataset):
-    assert summary(dataset, 5).splitlines() == [
+    assert summary(dataset, Settings(max_prompt_tokens=5)).splitlines() == [
         "3 rows, 2 prompts kept, 1 left out: longer than data.max_prompt_tokens=5",
         "prompts have 1 to 5 tokens (half have at most 1, nine in ten at most 5)",
         "answers have 2 to 3 tokens (half have at most 2, nine in ten at most 3), "

@@ -41,11 +41,11 @@ def aggregation_faults(context: Context) -> Iterator[Fault]:
     algorithm = context.recipe.algorithm
     constant = algorithm.aggregation == "constant"
     if constant and algorithm.loss_divisor is None:
-        longest = context.recipe.roles.rollout.sampling.max_tokens
+        rollout = context.recipe.roles.rollout
+        longest = "TOKENS" if rollout is None else rollout.sampling.max_tokens
         what = "algorithm.aggregation=constant lacks algorithm.loss_divisor"
-        yield context.fault(
-            "algorithm.aggregation", what, f"set it, such as to max_tokens: loss_divisor: {longest}"
-        )
+        fix = f"set it, such as to the longest response: loss_divisor: {longest}"
+        yield context.fault("algorithm.aggregation", what, fix)
     if not constant and algorithm.loss_divisor is not None:
         what = f"algorithm.loss_divisor does nothing under aggregation={algorithm.aggregation}"
         yield context.fault(

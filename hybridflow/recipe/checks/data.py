@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.recipe.assets import how_to_make
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, column_keys
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.files import Found, look
 from hybridflow.recipe.faults import Fault
@@ -13,32 +14,55 @@ from hybridflow.recipe.names import advice
 
 @dataclass(frozen=True)
 class _Use:
-    """A file, the key that names it, and the rows that are wanted of it, with the key of those."""
+    """A file, the key that names it, and the rows that are wanted of it, with the key of those.
+
+    ``columns`` are keys of the data section that name the columns it must have.
+    """
 
     key: str
     path: str
     rows: int
     rows_key: str
+    columns: tuple[str, ...]
 
 
 def _uses(context: Context) -> list[_Use]:
     recipe = context.recipe
     data, warm, evaluation = recipe.data, recipe.warm_start, recipe.evaluation
-    uses = [_Use("data.train", data.train, data.prompts_per_step, "data.prompts_per_step")]
+    columns = _columns(context, "main", "train")
+    key = "data.prompts_per_step"
+    uses = [_Use("data.train", data.train, data.prompts_per_step, key, columns)]
     if data.eval is not None:
         wanted = evaluation.prompts if evaluation and evaluation.prompts else 1
-        uses.append(_Use("data.eval", data.eval, wanted, "evaluation.prompts"))
+        columns = _columns(context, "main", "eval")
+        uses.append(_Use("data.eval", data.eval, wanted, "evaluation.prompts", columns))
     if warm is not None:
         key = "warm_start.train" if warm.train else "data.train"
-        path = warm.train or data.train
-        uses.append(_Use(key, path, warm.prompts_per_step, "warm_start.prompts_per_step"))
+        path, rows_key = warm.train or data.train, "warm_start.prompts_per_step"
+        columns = _columns(context, "warm_start", "train")
+        uses.append(_Use(key, path, warm.prompts_per_step, rows_key, columns))
     return uses
+
+
+def _columns(context: Context, stage: str, batch: str) -> tuple[str, ...]:
+    """What the inputs of a stage's graph (of held-out rows: any stage's) are made of; nothing
+    where it could not be read."""
+    inputs = [
+        name
+        for one in context.stages
+        for name in one.graph.inputs
+        if name in GRAPH_INPUTS
+        and GRAPH_INPUTS[name].batch == batch
+        and (one.name == stage or batch == "eval")
+    ]
+    return column_keys(inputs, context.recipe.data.messages_column is not None)
 
 
 def file_faults(context: Context) -> Iterator[Fault]:
     """Missing files and columns, broken lines, too few rows."""
     seen: dict[str, Found] = {}
-    for use in _uses(context):
+    uses = _uses(context)
+    for use in uses:
         path = Path(use.path).expanduser()
         if not path.exists():
             if use.path not in seen:
@@ -48,9 +72,10 @@ def file_faults(context: Context) -> Iterator[Fault]:
             seen[use.path] = Found()
             continue
         if use.path not in seen:
-            data = context.recipe.data
-            seen[use.path] = look(path, (data.prompt_column, data.answer_column))
+            keys = {key: None for other in uses if other.path == use.path for key in other.columns}
+            seen[use.path] = look(path, [getattr(context.recipe.data, key) for key in keys])
             yield from _content_faults(context, use, seen[use.path])
+        yield from _column_faults(context, use, seen[use.path])
         found = seen[use.path]
         if found.columns is not None and 0 < found.rows < use.rows:
             what = f"{use.path} has {found.rows} rows, but a step takes {use.rows}"
@@ -67,20 +92,23 @@ def _content_faults(context: Context, use: _Use, found: Found) -> Iterator[Fault
         return
     if not found.rows:
         yield Fault(use.path, "the file holds no rows", "add rows")
+
+
+def _column_faults(context: Context, use: _Use, found: Found) -> Iterator[Fault]:
+    if not found.rows:
         return
-    for name in ("prompt_column", "answer_column"):
+    for name in use.columns:
         column = getattr(context.recipe.data, name)
         if found.columns is not None and column not in found.columns:
             what = f"{use.path} has no column '{column}'"
-            fix = f"{advice(column, found.columns)} Set data.{name}"
+            fix = f"{advice(column, sorted(found.columns))} Set data.{name}"
             yield context.fault(f"data.{name}", what, fix)
 
 
 CHECKS = (
     Check(
         (
-            *("data.train", "data.eval", "data.prompt_column", "data.answer_column"),
-            *("data.prompts_per_step", "evaluation.prompts"),
+            *("data", "evaluation.prompts", "dataflow", "warm_start.dataflow"),
             *("warm_start.train", "warm_start.prompts_per_step"),
         ),
         file_faults,

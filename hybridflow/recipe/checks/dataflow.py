@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
@@ -68,17 +67,25 @@ def group_faults(context: Context) -> Iterator[Fault]:
                 yield context.fault(
                     "data.samples_per_prompt", what, "set data.samples_per_prompt to 2 or more"
                 )
-            if stage.samples_per_prompt > 1 and (field := _supervised(node)):
-                what = f"node '{node.name}' trains on '{field}', of which a prompt has one"
-                yield context.fault(
-                    "data.samples_per_prompt", what, "set data.samples_per_prompt to 1"
-                )
+            yield from _brought_faults(context, stage, node)
 
 
-def _supervised(node: Node) -> str | None:
-    field = node.inputs.get("responses")
-    is_input = field in GRAPH_INPUTS and GRAPH_INPUTS[field].type.axis is Axis.PROMPTS
-    return field if is_input and node.call == "update" else None
+def _brought_faults(context: Context, stage: Stage, node: Node) -> Iterator[Fault]:
+    """Responses that the data brings, and another number of them."""
+    given = {f: GRAPH_INPUTS[f].samples for f in node.inputs.values() if f in GRAPH_INPUTS}
+    brought = {field: samples for field, samples in given.items() if samples is not None}
+    if len(set(brought.values())) > 1:
+        listed = ", ".join(f"{field} ({samples} of a prompt)" for field, samples in brought.items())
+        what = f"node '{node.name}' mixes responses of different data: {listed}"
+        yield Fault(node.origin, what, "take all its fields from one kind of row")
+    asked = context.recipe.data.samples_per_prompt
+    if brought and asked > 1 and stage.name == "main" and node.call == "update":
+        field, samples = next(iter(brought.items()))
+        what = (
+            f"node '{node.name}' takes '{field}', of which the data has {samples} for a prompt, "
+            f"but data.samples_per_prompt is {asked}"
+        )
+        yield context.fault("data.samples_per_prompt", what, "set data.samples_per_prompt to 1")
 
 
 def evaluation_faults(context: Context) -> Iterator[Fault]:
@@ -105,7 +112,7 @@ def section_faults(context: Context) -> Iterator[Fault]:
         return  # its graph could not be read, which is a fault by itself
     graphs = [stage.graph for stage in context.stages]
     names = {field for graph in graphs for field in graph.inputs}
-    if recipe.evaluation is not None and not names & {"eval_prompts", "eval_answers"}:
+    if recipe.evaluation is not None and not any(name.startswith("eval_") for name in names):
         what = "no node of the dataflow evaluates, so the evaluation section does nothing"
         yield context.fault("evaluation", what, "remove it, or add nodes with `every: evaluation`")
     calls = {node.call for graph in graphs for node in graph.nodes}

@@ -205,6 +205,8 @@ def length_faults(context: Context) -> Iterator[Fault]:
     """Prompts and responses that do not fit the model's positions."""
     config, recipe = context.hf_config, context.recipe
     positions = (config or {}).get("max_position_embeddings")
+    if recipe.roles.rollout is None:
+        return
     prompt, response = recipe.data.max_prompt_tokens, recipe.roles.rollout.sampling.max_tokens
     if isinstance(positions, int) and prompt + response > positions:
         what = (

@@ -101,6 +101,8 @@ def _top_level_names(tree: ast.Module) -> set[str]:
 def server_faults(context: Context) -> Iterator[Fault]:
     """SGLang without its interpreter."""
     rollout = context.recipe.roles.rollout
+    if rollout is None:
+        return
     python = Path(rollout.python or SGLANG_PYTHON)
     if rollout.engine == "sglang" and not (python.is_file() and os.access(python, os.X_OK)):
         what = f"there is no interpreter {python} to run SGLang with"
@@ -110,7 +112,10 @@ def server_faults(context: Context) -> Iterator[Fault]:
 
 def sync_faults(context: Context) -> Iterator[Fault]:
     """A folder for weights that cannot be written."""
-    directory = Path(context.recipe.roles.rollout.sync.directory)
+    rollout = context.recipe.roles.rollout
+    if rollout is None:
+        return
+    directory = Path(rollout.sync.directory)
     if not (directory.is_dir() and os.access(directory, os.W_OK)):
         what = f"{directory} is no folder that can be written, so weights cannot be published"
         yield context.fault("roles.rollout.sync.directory", what, "make it, or choose another")
@@ -119,6 +124,8 @@ def sync_faults(context: Context) -> Iterator[Fault]:
 def transport_faults(context: Context) -> Iterator[Fault]:
     """Ways of publishing that do not go together."""
     rollout = context.recipe.roles.rollout
+    if rollout is None:
+        return
     sync = rollout.sync
     if sync.transport == "broadcast" and rollout.engine != "sglang":
         what = "broadcast is SGLang's own way of taking weights; the local engine has none"
@@ -150,6 +157,8 @@ def transport_faults(context: Context) -> Iterator[Fault]:
 def expert_faults(context: Context) -> Iterator[Fault]:
     """Experts of a server spread over groups that its devices do not form."""
     rollout = context.recipe.roles.rollout
+    if rollout is None:
+        return
     tp, ep = rollout.parallel.tp, rollout.parallel.ep
     if tp % ep:
         what = f"roles.rollout: ep={ep} does not divide tp={tp}"

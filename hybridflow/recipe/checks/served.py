@@ -12,6 +12,8 @@ from hybridflow.recipe.served import LOCAL, SERVED
 def server_layout_faults(context: Context) -> Iterator[Fault]:
     """Tensor and expert parallelism of a server against the model's heads and experts."""
     rollout, config = context.recipe.roles.rollout, context.hf_config
+    if rollout is None:
+        return
     tp, ep = rollout.parallel.tp, rollout.parallel.ep
     if rollout.engine == "local" and tp > 1:
         what = f"the local engine runs on one device, not tp={tp}"
@@ -52,7 +54,7 @@ def served_faults(context: Context) -> Iterator[Fault]:
     config = context.hf_config
     if config is None or not is_known(config) or "rollout" not in context.plan.roles:
         return
-    engine = context.recipe.roles.rollout.engine
+    engine = context.recipe.roles.servers.engine
     served, runs = (LOCAL, "the local engine") if engine == "local" else (SERVED, "SGLang")
     name = (config.get("architectures") or ["none"])[0]
     if name not in served:

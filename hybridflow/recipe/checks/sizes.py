@@ -49,6 +49,8 @@ def _key(stage: Stage, key: str, default: str) -> str:
 def micro_batch_faults(context: Context) -> Iterator[Fault]:
     """A pack must hold the longest sample."""
     recipe = context.recipe
+    if recipe.roles.rollout is None:
+        return
     prompt, response = recipe.data.max_prompt_tokens, recipe.roles.rollout.sampling.max_tokens
     sections = {"actor": recipe.roles.actor, "reference": recipe.roles.reference}
     for role, section in sections.items():
@@ -104,9 +106,9 @@ def server_device_faults(context: Context) -> Iterator[Fault]:
     """Servers whose ranks would not be on one node."""
     plan, cluster = context.plan, context.recipe.cluster
     pool = plan.pool_of("rollout")
-    parallel = context.recipe.roles.rollout.parallel
     if pool is None or plan.devices > cluster.nodes * cluster.devices_per_node:
         return
+    parallel = context.recipe.roles.servers.parallel
     pools = packed(
         (p.devices for p in plan.pools.values()), cluster.nodes, cluster.devices_per_node
     )

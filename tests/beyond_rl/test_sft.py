@@ -1,0 +1,75 @@
+"""Supervised fine-tuning, whole runs: conversations, held-out loss, and a model that loads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridflow.data import load_dataset
+from hybridflow.recipe.checks import check
+from hybridflow.recipe.load import load_recipe
+
+
+def test_conversations_train_the_assistants_tokens(run_recipe, assets: Path, tmp_path: Path):
+    chat = (f"model.path={assets}/model", "data.messages_column=messages")
+    steps = run_recipe("sft", *chat, "steps=4", "checkpoint.every=2")
+    losses = [step["eval/loss"] for step in steps if "eval/loss" in step]
+    assert len(losses) == 2 and losses[-1] < losses[0], "held-out rows every second step"
+    assert all(step["update/grad_norm"] > 0 for step in steps)
+    assert (tmp_path / "run/checkpoints/step-000004").is_dir()
+    held_out = mean_loss(tmp_path / "run/export", assets, rows=7)
+    assert losses[-1] == pytest.approx(held_out, rel=1e-5), "of the model as it was exported"
+
+
+def mean_loss(model_path: Path, assets: Path, rows: int) -> float:
+    """Of the assistant's tokens under transformers, one conversation after the other."""
+    recipe_tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    losses = []
+    for row in conversations(recipe_tokenizer, assets, rows):
+        ids = torch.tensor([*row.prompt_ids, *row.answer_ids])
+        logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].detach().double()
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row.answer_ids)[:, None])[:, 0]
+        losses.append(-logprobs[torch.tensor(row.answer_mask)])
+    return torch.cat(losses).mean().item()
+
+
+def conversations(tokenizer, assets: Path, rows: int):
+    from tests.data.settings import Settings
+
+    settings = Settings(messages_column="messages")
+    inputs = ("prompts", "targets", "target_mask")
+    dataset = load_dataset(settings, tokenizer, assets / "eval.jsonl", inputs)
+    return [dataset.row(index) for index in range(rows)]
+
+
+def test_prompts_and_answers_need_no_rollout(run_recipe):
+    steps = run_recipe("sft", "evaluation=null")
+    assert all(step["update/loss"] > 0 for step in steps)
+
+
+def test_what_check_says(write_recipe, assets: Path):
+    def faults(*overrides: str) -> list[str]:
+        return [str(fault) for fault in check(load_recipe(write_recipe("sft"), overrides))]
+
+    (found,) = faults("data.messages_column=talks", "data.eval=null", "evaluation=null")
+    assert (
+        f"{assets}/train.jsonl has no column 'talks'" in found and "data.messages_column" in found
+    )
+    assert "answer, chosen" in found or "did you mean" in found, "the columns that there are"
+    found = faults("dataflow=grpo")
+    assert any("acts on the role 'rollout', which the recipe lacks" in fault for fault in found)
+    (found,) = faults("data.samples_per_prompt=2")
+    assert "of which the data has 1 for a prompt" in found
+
+
+def test_rows_that_fit_no_pack_are_found_before_the_first_step(run_recipe):
+    with pytest.raises(ValueError, match=r"train.jsonl:\d+: the row has .* data.max_tokens"):
+        run_recipe("sft", "roles.actor.micro_batch_tokens=7", "evaluation=null")
+    (step,) = run_recipe(
+        "sft",
+        *("roles.actor.micro_batch_tokens=7", "evaluation=null", "data.max_tokens=8"),
+        *("data.prompts_per_step=1", "steps=1"),
+    )
+    assert step["update/tokens"] <= 3

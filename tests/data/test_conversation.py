@@ -1,0 +1,173 @@
+"""Conversations: which tokens the assistant wrote, by templates of several kinds."""
+
+import json
+
+import pytest
+
+from hybridflow.data import load_dataset
+from hybridflow.data.conversation import encode_turns
+from hybridflow.data.rendering import Renderer
+from tests.data.settings import Settings
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'][0] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'][0] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
+)
+FORGETFUL = (  # a turn that is not the last loses its signs, as thoughts are dropped elsewhere
+    "{% for m in messages %}<|im_start|>{{ m['role'][0] }}\n"
+    "{{ m['content'] if loop.last else m['content'] | replace('=', '') }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "=2"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "=4"},
+]
+
+
+@pytest.fixture
+def chatml(tokenizer):
+    """A template in the manner of ChatML, whose marks are tokens."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def trained_texts(tokenizer, turns) -> list[str]:
+    """What is trained on, run by run."""
+    runs, last = [], False
+    for token, trained in zip(turns.ids, turns.trained, strict=True):
+        if trained and not last:
+            runs.append([])
+        if trained:
+            runs[-1].append(token)
+        last = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_every_turn_of_the_assistant_is_trained_on_up_to_its_end(chatml, template):
+    chatml.chat_template = template
+    turns = encode_turns(Renderer(chatml, Settings()), TALK, "all")
+    assert trained_texts(chatml, turns) == ["=2<|im_end|>", "=4<|im_end|>"]
+    whole = chatml.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert turns.ids == whole[: len(turns.ids)], "the ids are the template's"
+    assert turns.trained[-1], "nothing behind the last word"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL])
+def test_the_last_turn_alone(chatml, template):
+    chatml.chat_template = template
+    turns = encode_turns(Renderer(chatml, Settings()), TALK, "last")
+    assert trained_texts(chatml, turns) == ["=4<|im_end|>"]
+
+
+def test_the_recipes_system_message_is_no_turn(chatml):
+    turns = encode_turns(Renderer(chatml, Settings(system="+")), TALK, "all")
+    assert chatml.decode(turns.ids[:4]) == "<|im_start|><unk><unk>+"
+    assert trained_texts(chatml, turns) == ["=2<|im_end|>", "=4<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "message"),
+    [
+        (FORGETFUL, TALK, "renders message 1 or what stands before it otherwise"),
+        (CHATML.replace("<|im_end|>", ""), TALK, "writes no special token after"),
+        (MARKED, [*TALK, TALK[-1], *TALK], "no JSON object"),
+        (CHATML, TALK[:1], "no message of the assistant"),
+        (CHATML, [], "must be text or a list of messages"),
+    ],
+)
+def test_masks_that_cannot_be_told_are_errors(chatml, template, talk, message):
+    chatml.chat_template = template
+    if template == MARKED:  # marks around one of the roles alone are no marks of the assistant's
+        chatml.chat_template = MARKED.replace("== 'assistant'", "== 'system'")
+        message = "give 0 spans of tokens for 5 messages"
+    with pytest.raises(ValueError, match=message):
+        encode_turns(Renderer(chatml, Settings()), talk, "all")
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_conversations(chatml, tmp_path):
+    path = write(tmp_path / "talks.jsonl", {"talk": TALK}, {"talk": TALK[:2]})
+    settings = Settings(messages_column="talk")
+    dataset = load_dataset(settings, chatml, path, ("prompts", "targets", "target_mask"))
+    first, second = dataset.row(0), dataset.row(1)
+    assert first.prompt_text == "<|im_start|><unk><unk>1+1<|im_end|><unk><|im_start|><unk><unk>"
+    assert first.prompt_ids == second.prompt_ids and first.answer is None
+    assert chatml.decode(second.answer_ids) == "=2<|im_end|>" and all(second.answer_mask)
+    assert sum(first.answer_mask) == 6 and len(first.answer_mask) == len(first.answer_ids)
+
+
+def test_faults_of_conversations_name_their_lines(chatml, tmp_path):
+    path = write(tmp_path / "talks.jsonl", {"talk": TALK}, {"talk": TALK[:1]}, {"tolk": 1})
+    settings = Settings(messages_column="talk")
+    with pytest.raises(ValueError, match=r"jsonl:2: the conversation.*\n.*jsonl:3: .*'tolk'"):
+        load_dataset(settings, chatml, path, ("prompts", "targets"))
+    with pytest.raises(ValueError, match="need a chat template"):
+        load_dataset(Settings(messages_column="talk", chat=False), chatml, path, ("targets",))
+    with pytest.raises(ValueError, match=r"no column 'talks' \(data.messages_column\).*'talk'"):
+        load_dataset(Settings(messages_column="talks"), chatml, path, ("targets",))
+
+
+PAIR = ("prompts", "pairs")
+
+
+def test_pairs_of_texts(tokenizer, tmp_path):
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+    row = load_dataset(Settings(), tokenizer, path, PAIR).row(0)
+    assert tokenizer.decode(row.prompt_ids) == "1+1="
+    assert [tokenizer.decode(ids) for ids in (row.chosen_ids, row.rejected_ids)] == [
+        "2<eos>",
+        "3<eos>",
+    ]
+
+
+def test_pairs_of_messages_end_as_the_template_ends_them(chatml, tmp_path):
+    rows = [
+        {
+            "prompt": "1+1",
+            "chosen": "2",
+            "rejected": [TALK[0], {"role": "assistant", "content": "3"}],
+        },
+        {"prompt": TALK[:3], "chosen": TALK, "rejected": [{"role": "assistant", "content": "5"}]},
+    ]
+    dataset = load_dataset(Settings(), chatml, write(tmp_path / "pairs.jsonl", *rows), PAIR)
+    ends = [
+        [chatml.decode(ids) for ids in (row.chosen_ids, row.rejected_ids)]
+        for row in (dataset.row(0), dataset.row(1))
+    ]
+    assert ends == [["2<|im_end|>", "3<|im_end|>"], ["=4<|im_end|>", "5<|im_end|>"]]
+    broken = write(tmp_path / "more.jsonl", {"prompt": "1", "chosen": TALK, "rejected": "2"})
+    with pytest.raises(ValueError, match=r"more.jsonl:1: 'chosen' must be text, or messages"):
+        load_dataset(Settings(), chatml, broken, PAIR)
+
+
+def test_labels_margins_and_lengths(tokenizer, tmp_path):
+    rows = [
+        {"prompt": "1", "answer": "2", "good": label, "margin": number}
+        for label, number in ((True, 1), ("false", "0.5"), (1, 2))
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows, {"prompt": "1", "answer": "12345", "good": 0})
+    settings = Settings(label_column="good", max_tokens=4)
+    dataset = load_dataset(settings, tokenizer, path, ("prompts", "targets", "labels"))
+    assert [dataset.row(i).label for i in range(3)] == [True, False, True]
+    assert (len(dataset), dataset.dropped) == (3, 1), "prompt and answer are too long together"
+    with pytest.raises(ValueError, match=r"rows.jsonl:4: the row has no 'margin'"):
+        load_dataset(settings, tokenizer, path, ("prompts", "margins"))
+    with pytest.raises(ValueError, match=r"all 4 rows have more than data.max_tokens=2"):
+        load_dataset(Settings(max_tokens=2), tokenizer, path, ("prompts", "targets"))
+    path = write(tmp_path / "labels.jsonl", {"prompt": "1", "answer": "2", "label": "yes"})
+    with pytest.raises(ValueError, match=r"labels.jsonl:1: 'label' must be true or false"):
+        load_dataset(Settings(), tokenizer, path, ("prompts", "targets", "labels"))
