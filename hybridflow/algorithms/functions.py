@@ -26,6 +26,7 @@ class FunctionContext:
         normalize_by_std: whether group-relative advantages are divided by the group's std.
         prompts_per_step: prompts that a step trains on.
         kl_coef: weight of the KL in this step.
+        max_tokens: most tokens of a response.
         previous: the node's own outputs of the round before, within a ``repeat_until`` of this
             step; None in the first round and outside of one.
     """
@@ -35,6 +36,7 @@ class FunctionContext:
     normalize_by_std: bool = True
     prompts_per_step: int = 0
     kl_coef: float = 0.0
+    max_tokens: int = 0
     previous: Mapping[str, Any] | None = None
 
 
@@ -119,28 +121,43 @@ def weighted_sum(
     return {"total": rewards_math.weighted_sum([batch["first"], batch["second"]], weights)}
 
 
-ACCUMULATED = ("prompts", "responses", "rollout_logprobs", "rewards")
+def soft_overlong(
+    batch: Batch, context: FunctionContext, buffer: int | None = None, factor: float = 1.0
+) -> dict[str, Any]:
+    """rewards (samples), responses -> shaped (samples)."""
+    longest = context.max_tokens
+    # The paper's share: 4,096 of 20,480 tokens.
+    buffer = max(1, longest // 5) if buffer is None else buffer
+    penalty_S = rewards_math.soft_overlong(batch["responses"].lengths, longest, buffer, factor)
+    return {"shaped": batch["rewards"].float() + penalty_S}
+
+
+ACCUMULATED = (
+    *("prompts", "responses", "rollout_logprobs", "rewards"),
+    *("finished", "token_versions"),
+)
 
 
 def accumulate_signal(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     """Adds this round's prompts whose rewards differ to those of the rounds before.
 
-    The outputs ``kept_<input>`` form a batch of their own, of at most ``prompts_per_step``
-    prompts; ``enough`` tells whether that many are held.
+    The outputs, ``kept_<input>`` of each input that is there, form a batch of their own, of at
+    most ``prompts_per_step`` prompts; ``enough`` tells whether that many are held.
     """
     held = [] if context.previous is None else [_held(context.previous, batch)]
     count = sum(part.prompts for part in held)
     chosen = rewards_math.signal_prompts(
         _per_prompt(batch, "rewards"), count, context.prompts_per_step
     )
-    kept = Batch.concat([*held, batch.select(ACCUMULATED).take(chosen)])
-    outputs = {f"kept_{name}": kept[name] for name in ACCUMULATED}
+    given = [name for name in ACCUMULATED if name in batch]
+    kept = Batch.concat([*held, batch.select(given).take(chosen)])
+    outputs = {f"kept_{name}": kept[name] for name in given}
     return {**outputs, "enough": kept.prompts >= context.prompts_per_step}
 
 
 def _held(previous: Mapping[str, Any], like: Batch) -> Batch:
-    fields = {name: previous[f"kept_{name}"] for name in ACCUMULATED}
-    axes = {name: like.axes[name] for name in ACCUMULATED}
+    fields = {name: previous[f"kept_{name}"] for name in ACCUMULATED if name in like}
+    axes = {name: like.axes[name] for name in fields}
     return Batch(fields, axes, len(fields["prompts"]), like.samples_per_prompt)
 
 
@@ -161,6 +178,7 @@ _FUNCTIONS: dict[str, Function] = {
     "shuffle": shuffle,
     "prompt_mean": prompt_mean,
     "weighted_sum": weighted_sum,
+    "soft_overlong": soft_overlong,
     "accumulate_signal": accumulate_signal,
 }
 

@@ -28,6 +28,31 @@ def shuffle(values_S: Tensor, seed: int, step: int) -> Tensor:
     return values_S[torch.randperm(len(values_S), generator=generator)]
 
 
+def soft_overlong(lengths_S: Tensor, longest: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """``[S]`` float32 punishment of responses that come near the longest possible one.
+
+    DAPO (Yu et al., 2025, arXiv:2503.14476), equation 13, soft overlong punishment::
+
+        0                                     where length <= longest - buffer
+        (longest - buffer - length) / buffer  up to longest
+        -1                                    beyond
+
+    times ``factor``. Example: of at most 10 tokens with a buffer of 4, lengths 6, 7 and 10 give 0,
+    -0.25 and -1.
+
+    Args:
+        lengths_S: ``[S]`` response lengths in tokens.
+        longest: most tokens of a response, the buffer included.
+    """
+    if not 1 <= buffer <= longest:
+        raise ValueError(
+            f"the buffer of {buffer} tokens must be at least 1 and at most the longest response, "
+            f"{longest} tokens"
+        )
+    share_S = (longest - buffer - lengths_S).float() / buffer
+    return share_S.clamp(-1.0, 0.0) * factor
+
+
 def signal_prompts(rewards_PG: Tensor, held: int, wanted: int) -> list[int]:
     """Prompts whose samples' rewards differ, in order, until ``wanted`` are held.
 

@@ -58,6 +58,7 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
         normalize_by_std=algorithm.normalize_by_std,
         prompts_per_step=around.stage.prompts_per_step,
         kl_coef=around.team.state["kl_coef"],
+        max_tokens=around.team.state["max_tokens"],
         previous=context.previous,
     )
     data = FUNCTIONS[str(node.function)](batch, told, **node.options)

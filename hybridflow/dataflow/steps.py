@@ -23,7 +23,8 @@ class StepContext:
         step: of the stage, counted from 1.
         global_step: over all stages, counted from 1.
         round: of a ``repeat_until``, counted from 0.
-        previous: a repeated node's own outputs of the round before.
+        previous: a repeated node's own outputs of the round before, those too that the graph does
+            not name.
     """
 
     stage: str
@@ -151,7 +152,7 @@ class StepRunner:
             self._pass(inner, outcome, context)
             if outcome.fields[repeat.condition].data:
                 return
-            previous = {p: outcome.fields[f].data for p, f in node.outputs.items()}
+            previous = outcome.results[node.name].fields
         raise NodeError(
             node,
             ValueError(

@@ -3,12 +3,14 @@
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
+    FINISHED,
     LOGPROBS,
     PROMPT_VALUES,
     PROMPTS,
     RESPONSES,
     REWARD_VALUES,
     TOKEN_ADVANTAGES,
+    TOKEN_VERSIONS,
     field_type,
     takes,
 )
@@ -109,6 +111,18 @@ _FUNCTIONS: dict[str, Signature] = {
         {"total": field_type(Axis.SAMPLES, "float", "weighted sum of each sample")},
         {"weights": Option("list of float", [1.0, 1.0], description="two weights")},
     ),
+    "soft_overlong": Signature(
+        "DAPO's soft punishment of long responses: the reward falls by up to factor over the last "
+        "buffer tokens before roles.rollout.sampling.max_tokens.",
+        {"rewards": takes(REWARD_VALUES), "responses": takes(RESPONSES)},
+        {"shaped": field_type(Axis.SAMPLES, "float", "reward less the punishment")},
+        {
+            "buffer": Option(
+                "int", description="tokens over which it falls; null: a fifth of max_tokens"
+            ),
+            "factor": Option("float", 1.0, description="punishment of the longest responses"),
+        },
+    ),
     "accumulate_signal": Signature(
         "Keep the prompts whose samples have different rewards, over the rounds of a "
         "`repeat_until`, until the step's number of prompts is reached (DAPO).",
@@ -117,12 +131,16 @@ _FUNCTIONS: dict[str, Signature] = {
             "responses": takes(RESPONSES),
             "rollout_logprobs": takes(LOGPROBS),
             "rewards": takes(REWARD_VALUES),
+            "finished": takes(FINISHED, optional=True),
+            "token_versions": takes(TOKEN_VERSIONS, optional=True),
         },
         {
             "kept_prompts": PROMPTS,
             "kept_responses": RESPONSES,
             "kept_rollout_logprobs": LOGPROBS,
             "kept_rewards": REWARD_VALUES,
+            "kept_finished": FINISHED,
+            "kept_token_versions": TOKEN_VERSIONS,
             "enough": field_type(Axis.RUN, "bool", "whether enough prompts were kept"),
         },
         fresh_batch=True,

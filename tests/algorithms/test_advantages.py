@@ -1,11 +1,14 @@
 """Advantages and rewards against values worked by hand."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from hybridflow.algorithms import FUNCTIONS, FunctionContext
 from hybridflow.algorithms.advantages import group_relative
-from hybridflow.algorithms.rewards_math import shuffle, signal_prompts, weighted_sum
+from hybridflow.algorithms.rewards_math import shuffle, signal_prompts, soft_overlong, weighted_sum
 from hybridflow.batch import Batch, Ragged
 from hybridflow.recipe.axes import Axis
 
@@ -99,6 +102,51 @@ def test_accumulate_signal_over_two_rounds():
         [20, 2],
         [20, 3],
     ]
+
+
+def test_accumulated_rounds_keep_what_they_are_given():
+    """Whether a response ended, and its tokens' versions, stay with it."""
+    accumulate = FUNCTIONS["accumulate_signal"]
+    batch = round_of(10, [[1.0, 1.0], [1.0, 0.0]])
+    finished = torch.tensor([True, True, False, True])
+    versions = batch["responses"].with_values(torch.arange(8))
+    batch = batch.with_field("finished", Axis.SAMPLES, finished)
+    batch = batch.with_field("token_versions", Axis.TOKENS, versions)
+    first = accumulate(batch, FunctionContext(prompts_per_step=2))
+    second = accumulate(batch, FunctionContext(prompts_per_step=2, previous=first))
+    assert second["kept_finished"].tolist() == [False, True] * 2
+    assert second["kept_token_versions"].values.tolist() == [4, 5, 6, 7] * 2
+    assert "kept_finished" not in accumulate(round_of(0, [[1.0, 0.0]]), FunctionContext())
+
+
+def test_soft_overlong_by_hand():
+    """Equation 13 for at most 10 tokens, with a buffer of 4."""
+    lengths_S = torch.tensor([1, 6, 7, 8, 10, 12])
+    expected = [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert soft_overlong(lengths_S, longest=10, buffer=4).tolist() == expected
+    halved = soft_overlong(lengths_S, longest=10, buffer=4, factor=0.5)
+    assert halved.tolist() == [value / 2 for value in expected]
+    for buffer in (0, 11):
+        with pytest.raises(ValueError, match=f"buffer of {buffer} tokens must be at least 1"):
+            soft_overlong(lengths_S, longest=10, buffer=buffer)
+
+
+def test_soft_overlong_is_trls():
+    figures = json.loads((Path(__file__).parent / "trl_figures.json").read_text())["soft_overlong"]
+    lengths_S = torch.tensor(figures["lengths"])
+    given_S = soft_overlong(lengths_S, figures["longest"], figures["buffer"])
+    assert given_S.tolist() == pytest.approx(figures["values"])
+
+
+def test_the_buffer_is_a_fifth_unless_told():
+    responses = Ragged.from_rows([[0] * 16, [0] * 18, [0] * 20])
+    batch = Batch(
+        {"rewards": torch.ones(3), "responses": responses},
+        {"rewards": Axis.SAMPLES, "responses": Axis.TOKENS},
+        prompts=3,
+    )
+    shaped = FUNCTIONS["soft_overlong"](batch, FunctionContext(max_tokens=20))["shaped"]
+    assert shaped.tolist() == [1.0, 0.5, 0.0]
 
 
 def test_group_relative_of_a_batch():

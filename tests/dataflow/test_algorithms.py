@@ -16,6 +16,7 @@ SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"
 DATAFLOWS = {
     "rloo": [],
     "remax": ["algorithm.aggregation=sequence_mean_token_sum"],
+    "dapo": ["algorithm.clip=[0.2, 0.28]"],
     "opo": [],
     "gpg": [],
     "gdpo": ["roles.format={function: length, parameters: {budget: 3}}"],
@@ -46,12 +47,11 @@ def overrides_of(name: str, folder: Path) -> list[str]:
 
 
 def run(recipe) -> dict[str, float]:
-    """Metrics of the only step of a recipe that has no fault."""
+    """Metrics of the last step of a recipe that has no fault."""
     assert check(recipe) == []
     plan = compile_recipe(recipe)
     folder = train(plan, lambda logs: LocalSession(), LaunchOptions(live=False))
-    (row,) = read_metrics(folder)
-    return row["metrics"]
+    return list(read_metrics(folder))[-1]["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,37 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
         assert "greedy/length/mean" in metrics and "reward/greedy_rewards/mean" in metrics
     if name != "gpg":
         assert metrics["update/ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "filtering", [pytest.param(False, marks=pytest.mark.slow, id="shaping"), True]
+)
+def test_dapo_over_several_rounds(make_recipe, tmp_path, filtering: bool) -> None:
+    """A sparse reward: rounds go on until every group has a signal; overlong responses are
+    punished, or take no part."""
+    graph = (SHIPPED / "dapo.yaml").read_text()
+    if filtering:
+        assert graph.count("      - advantages") == 1
+        mask = "      - advantages\n      - {sample_mask: kept_finished}"
+        graph = graph.replace("      - advantages", mask)
+    path = tmp_path / "flow.yaml"
+    path.write_text(graph)
+    scorer = tmp_path / "sparse.py"
+    scorer.write_text(
+        "def sparse(prompt, response, answer, row):\n"
+        "    return float(sum(map(ord, response)) % 5 == 0)\n"
+    )
+    overrides = [
+        *overrides_of(str(path), tmp_path),
+        *(f"roles.reward.function={scorer}:sparse", "data.samples_per_prompt=3"),
+        # Long enough for some responses to end on their own.
+        "warm_start={steps: 12, prompts_per_step: 16, lr: 3e-3}",
+        *("algorithm.clip=[0.2, 0.28]", "roles.rollout.sampling.max_tokens=3"),
+    ]
+    metrics = run(make_recipe(*overrides))
+    assert metrics["update/grad_norm"] > 0
+    # What was cut off has three tokens; what is left are responses that ended on their own.
+    assert filtering == (metrics["update/response_length_mean"] < 2.5)
 
 
 def test_a_corrected_step(make_recipe, tmp_path) -> None:

@@ -20,12 +20,13 @@ def faults_of(*overrides: str) -> list[str]:
 
 
 GROUPS = ("rloo", "opo", "gpg", "gdpo", "reinforce_pp_baseline")
-FLOWS = (*GROUPS, "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
+FLOWS = (*GROUPS, "dapo", "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_shipped_dataflows_are_sound(workspace: Path, name: str):
-    assert faults_of(f"dataflow={name}", *([FORMAT] if name == "gdpo" else [])) == []
+    further = {"gdpo": [FORMAT], "dapo": ["algorithm.kl.coef=0.0"]}
+    assert faults_of(f"dataflow={name}", *further.get(name, [])) == []
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "remax"])
@@ -105,6 +106,22 @@ def test_fields_of_corrections(workspace: Path, old: str, new: str, setting: str
     assert GRPO.count(old) == 1
     Path("flow.yaml").write_text(GRPO.replace(old, new))
     found = faults_of("dataflow=flow.yaml", setting)
+    assert len(found) == 1 and what in found[0], found
+
+
+LOOPS = [
+    ("finished, rewards]", "rewards]", "puts out `kept_finished` without taking `finished`"),
+    ("out: [shaped]", "out: [shaped], buffer: 5", "5 tokens, does not lie within roles.rollout"),
+    ("out: [shaped]", "out: [shaped], buffer: 0", "0 tokens, does not lie within roles.rollout"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "what"), LOOPS)
+def test_what_a_loop_keeps(workspace: Path, old: str, new: str, what: str):
+    graph = (SHIPPED / "dapo.yaml").read_text()
+    assert graph.count(old) == 1
+    Path("flow.yaml").write_text(graph.replace(old, new))
+    found = faults_of("dataflow=flow.yaml", "algorithm.kl.coef=0.0")
     assert len(found) == 1 and what in found[0], found
 
 

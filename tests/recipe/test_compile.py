@@ -27,7 +27,18 @@ def names(plan: Plan, stage: int = -1) -> list[str]:
 
 def test_the_package_ships_the_dataflows():
     assert set(shipped()) == {
-        *["cispo", "gdpo", "gmpo", "gpg", "grpo", "grpo_shuffled", "gspo", "opo", "reinforce_pp"],
+        *[
+            "cispo",
+            "dapo",
+            "gdpo",
+            "gmpo",
+            "gpg",
+            "grpo",
+            "grpo_shuffled",
+            "gspo",
+            "opo",
+            "reinforce_pp",
+        ],
         *["reinforce_pp_baseline", "remax", "rloo", "sapo", "sft"],
     }
     assert SHIPPED.resolve() == ROOT / "recipes" / "dataflows"

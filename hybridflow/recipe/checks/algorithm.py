@@ -112,6 +112,29 @@ def reward_faults(context: Context) -> Iterator[Fault]:
                 yield from _kl_faults(node)
 
 
+def loop_faults(context: Context) -> Iterator[Fault]:
+    """Fields that are to be kept but are not given, and a buffer longer than a response."""
+    longest = context.recipe.roles.rollout.sampling.max_tokens
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            if node.function == "accumulate_signal":
+                for output in node.outputs:
+                    given = output.removeprefix("kept_")
+                    if given != output and given not in node.inputs:
+                        what = f"node '{node.name}' puts out `{output}` without taking `{given}`"
+                        yield Fault(node.origin, what, f"add `{given}` to its inputs")
+            if node.function == "soft_overlong":
+                yield from _buffer_faults(node, longest)
+
+
+def _buffer_faults(node: Node, longest: int) -> Iterator[Fault]:
+    buffer = node.options.get("buffer")
+    if isinstance(buffer, int) and not 1 <= buffer <= longest:
+        what = f"the buffer of node '{node.name}', {buffer} tokens, does not lie within "
+        what += f"roles.rollout.sampling.max_tokens, {longest}"
+        yield Fault(node.origin, what, "let it be between 1 and max_tokens")
+
+
 def _weight_faults(node: Node) -> Iterator[Fault]:
     weights = node.options.get("weights")
     if isinstance(weights, list) and len(weights) != len(node.inputs):
@@ -183,4 +206,5 @@ CHECKS = (
     Check((*GRAPHS, "data"), adaptive_faults),
     Check(GRAPHS, reward_faults),
     Check((*GRAPHS, "roles.actor"), correction_faults),
+    Check(GRAPHS, loop_faults),
 )
