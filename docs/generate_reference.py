@@ -5,7 +5,7 @@ A test fails when the files are not what this program would write.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -60,6 +60,7 @@ def _nested(info: FieldInfo) -> type[Section] | None:
 _RULES = {
     "_clip": "number in (0, 1), or [low, high] with low in (0, 1)",
     "_betas": "two numbers in [0, 1)",
+    "_on_error": "`fail`, `group_mean` or {value: number}",
 }
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -87,6 +88,8 @@ def _type_text(annotation: Any) -> str:
         return names[annotation]
     if annotation is type(None):
         return "null"
+    if get_origin(annotation) is Annotated:
+        return _type_text(get_args(annotation)[0])
     arguments = get_args(annotation)
     if arguments and all(isinstance(value, str) for value in arguments):
         return " or ".join(f"`{value}`" for value in arguments)

@@ -29,8 +29,6 @@ class LocalSession:
     ends with the process.
     """
 
-    separate_processes = False
-
     def __init__(self, *, start_timeout: float = 600.0, call_timeout: float = 3600.0) -> None:
         self._start_seconds = start_timeout
         self._call_seconds = call_timeout

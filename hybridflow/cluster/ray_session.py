@@ -29,8 +29,6 @@ class RaySession:
     ``mark`` is in the environment of every process that the session starts.
     """
 
-    separate_processes = True
-
     def __init__(
         self,
         nodes: int = 1,

@@ -39,13 +39,7 @@ class Pool:
 
 
 class Session(Protocol):
-    """Owns pools and groups; leaving its ``with`` block closes everything.
-
-    Attributes:
-        separate_processes: whether each worker has a process of its own, which may be ended.
-    """
-
-    separate_processes: bool
+    """Owns pools and groups; leaving its ``with`` block closes everything."""
 
     def pool(self, name: str, slots: int) -> Pool:
         """Reserves device slots. ``ValueError`` when there are not as many left."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridflow.batch import Batch, Ragged
+from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
 from hybridflow.dataflow.steps import StepOutcome
 from hybridflow.recipe.graph import Graph, Node
 from hybridflow.weight_sync.publication import PublishReport
@@ -32,6 +33,7 @@ class Observer:
         self._measuring = [n for n in graph.nodes if _is(n, kinds, "model", "evaluate")]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
+        self._constant = ConstantReward()
         self._main_reward = _main_reward(graph, self._training_scores)
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
@@ -66,16 +68,21 @@ class Observer:
         found = {}
         several = len(self._training_scores) > 1
         for node in self._ran(self._scoring, outcome):
-            mean = outcome.results[node.name]["rewards"].mean().item()
+            result = outcome.results[node.name]
+            prefix = "eval/" if node.name in self._evaluated else ""
+            scores = score_metrics(str(node.role), result)
+            found |= {f"{prefix}{name}": value for name, value in scores.items()}
+            mean = result["rewards"].mean().item()
             if node.name in self._evaluated:
                 found["eval/reward"] = mean
-            elif several:
+            elif several and "rewards" in node.outputs:
                 found[f"reward/{node.outputs['rewards']}/mean"] = mean
         if self._main_reward in outcome.fields:
             rewards_S = outcome.fields[self._main_reward].data
             found["reward/mean"] = rewards_S.mean().item()
             found["reward/std"] = rewards_S.std(unbiased=False).item()
             found["reward/max"] = rewards_S.max().item()
+            found["reward/constant"] = self._constant.see(rewards_S)
         return found
 
     def _lengths(self, node: Node, result: Batch) -> dict[str, float]:
@@ -121,7 +128,8 @@ class Observer:
         rewards, answers = {}, []
         for node in self._ran(self._scoring, outcome):
             if node.inputs["responses"] == responses:
-                rewards[node.outputs["rewards"]] = outcome.results[node.name]["rewards"].tolist()
+                field = node.outputs.get("rewards", str(node.role))
+                rewards[field] = outcome.results[node.name]["rewards"].tolist()
                 rows = outcome.fields[node.inputs["answers"]].data
                 answers = [row["answer"] for row in rows]
         return rewards, answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.publisher import Publisher
+from hybridflow.dataflow.reward_roles import reload_reward, reward_settings
 from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import (
     CorrectionSettings,
@@ -66,7 +67,6 @@ class Team:
         home = plan.pool_of("rollout") if "rollout" in plan.roles else None
         shared = () if home is None else home.roles
         self._beside_rollout = [role for role in shared if self.kinds[role] == "model"]
-        self._separate_processes = session.separate_processes
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
         engines: list[RolloutEngine] = []
@@ -116,14 +116,7 @@ class Team:
             layout = recipe.layout(role)
             return ModelWorker, layout, {"engine": _engine(recipe, role, layout, stage)}
         section = recipe.roles.rewards()[role]
-        settings = {
-            "model_path": recipe.model.path,
-            "function": section.function,
-            "parameters": section.parameters,
-            "timeout_seconds": section.timeout_seconds,
-            "own_process": self._separate_processes,
-        }
-        return RewardWorker, section.workers, settings
+        return RewardWorker, section.workers, reward_settings(recipe, role)
 
     def sampling(self, temperature: float, seed: int) -> Sampling:
         """The live sampling settings at a temperature and seed."""
@@ -184,6 +177,11 @@ class Team:
     def evaluate(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss and its metrics under a role's weights, without a step."""
         return self.groups[role].run(ModelWorker.evaluate, batch, loss)
+
+    def reload_reward(self, role: str, parameters: Mapping[str, Any] | None = None) -> None:
+        """Load a reward role's code and models anew, with other parameters where told; see
+        ``hybridflow.dataflow.reward_roles.reload_reward``."""
+        reload_reward(self.groups, self.recipe, role, parameters)
 
     def make_room(self) -> None:
         """Before a rollout: models on its devices give up what training alone needs, and take it

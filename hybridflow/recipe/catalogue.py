@@ -24,6 +24,7 @@ from hybridflow.recipe.catalogue_fields import (
     TARGET_MASK,
     TARGETS,
     TOKEN_ADVANTAGES,
+    TOKEN_REWARDS,
     TOKEN_VERSIONS,
     field_type,
     takes,
@@ -36,10 +37,11 @@ from hybridflow.recipe.signature import Option, RoleKind, Signature
 
 @dataclass(frozen=True)
 class RewardEntry:
-    """A reward that ships with the package; it reads the row's answer column."""
+    """A reward that ships with the package; ``token_level``: it can score single tokens."""
 
     description: str
     parameters: Mapping[str, Option] = field(default_factory=dict)
+    token_level: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,13 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         },
     ),
     ("reward", "score"): Signature(
-        "Score every response with the role's function.",
+        "Score every response with the role's functions.",
         {
             "prompts": takes(PROMPTS),
             "answers": takes(ANSWERS),
             "responses": takes(RESPONSES),
         },
-        {"rewards": REWARD_VALUES},
+        {"rewards": REWARD_VALUES, "token_rewards": TOKEN_REWARDS},
     ),
     ("model", "logprobs"): Signature(
         "Log-probability of every response token under the role's weights.",

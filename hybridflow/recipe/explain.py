@@ -30,7 +30,11 @@ def _devices(plan: Plan) -> Iterator[str]:
             yield f"  {role}: not used by any node, not started"
         elif kind == "reward":
             section = plan.recipe.roles.rewards()[role]
-            yield f"  {role}: {section.function}, {section.workers} process(es), no device"
+            functions = " + ".join(
+                f"{part.weight:g} * {part.function}" if section.functions else part.function
+                for _, part in section.parts(role).values()
+            )
+            yield f"  {role}: {functions}, {section.workers} process(es), no device"
 
 
 def _placement(plan: Plan, role: str) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -15,7 +15,8 @@ from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.names import advice, hint
 from hybridflow.recipe.ranges import Wrong
 from hybridflow.recipe.schema import Recipe
-from hybridflow.recipe.schema_roles import RewardSection, RolesSection
+from hybridflow.recipe.schema_rewards import RewardSection
+from hybridflow.recipe.schema_roles import RolesSection
 from hybridflow.recipe.section import Section
 from hybridflow.recipe.source import (
     COMMAND_LINE,
@@ -25,7 +26,9 @@ from hybridflow.recipe.source import (
     read_yaml,
     to_yaml,
 )
+from hybridflow.recipe.targets import spell_out
 
+_SCORES = {"function", "functions"}
 _OVERRIDE = re.compile(r"(?P<key>[\w-]+(?:\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -107,6 +110,10 @@ def _override(source: Source, text: str) -> None:
 
 def _validate(source: Source) -> Draft:
     draft = Draft(None, source.faults)
+    roles = source.data.get("roles")
+    if isinstance(roles, dict):
+        others = [name for name in roles if name not in RolesSection.model_fields]
+        spell_out(source, [*others, *({"reward"} & roles.keys())])
     data = copy.deepcopy(source.data)
     _drop_unknown_roles(data, source, draft)
     try:
@@ -121,12 +128,12 @@ def _validate(source: Source) -> Draft:
 
 
 def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> None:
-    """A further role without `function` is a misspelt one rather than a reward."""
+    """A further role without a function is a misspelt one rather than a reward."""
     roles = data.get("roles")
     if not isinstance(roles, dict):
         return
     for name in [*roles]:
-        is_reward = isinstance(roles[name], dict) and "function" in roles[name]
+        is_reward = isinstance(roles[name], dict) and bool(_SCORES & roles[name].keys())
         if name not in RolesSection.model_fields and not is_reward:
             fix = f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`"
             where = source.origin(("roles", name))
@@ -158,9 +165,16 @@ def _repaired(
 def _replaceable(path: KeyPath) -> KeyPath:
     """The part of an error's place that the schema declares, or the unknown key itself."""
     for depth in range(1, len(path)):
-        if _section_at(path[:depth]) is None:
+        if _section_at(path[:depth]) is None and not _holds_sections(path[:depth]):
             return path[:depth]
     return path
+
+
+def _holds_sections(path: KeyPath) -> bool:
+    """Whether a key holds sections under free names."""
+    info = _field_info(path)
+    kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
+    return any(_is_section(_of_mapping(kind)) for kind in kinds)
 
 
 def _descend(data: Any, path: KeyPath) -> Any:
@@ -172,7 +186,8 @@ def _descend(data: Any, path: KeyPath) -> Any:
 def _section_at(path: KeyPath) -> type[Section] | None:
     """The section that a key path leads to, None when it leads to a value."""
     section: type[Section] = Recipe
-    for key in path:
+    keys = iter(path)
+    for key in keys:
         info = section.model_fields.get(str(key))
         if info is None:
             if section is not RolesSection:
@@ -180,11 +195,25 @@ def _section_at(path: KeyPath) -> type[Section] | None:
             section = RewardSection
             continue
         kinds = [info.annotation, *get_args(info.annotation)]
-        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        found = [kind for kind in kinds if _is_section(kind)]
+        named = [kind for kind in map(_of_mapping, kinds) if _is_section(kind)]
+        if named and next(keys, None) is not None:
+            found = named
         if not found:
             return None
         section = found[0]
     return section
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _of_mapping(kind: Any) -> Any:
+    """What a mapping of free names holds."""
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return get_args(kind)[1] if get_origin(kind) is dict else None
 
 
 def _field_info(path: KeyPath) -> FieldInfo | None:

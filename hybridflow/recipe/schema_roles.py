@@ -7,13 +7,13 @@ from pydantic import ConfigDict, Field
 from hybridflow.recipe.ranges import (
     LARGEST,
     Count,
-    FunctionPath,
     Positive,
     Seconds,
     Size,
     Text,
     TopK,
 )
+from hybridflow.recipe.schema_rewards import RewardSection
 from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.signature import RoleKind
 from megatron_bridge.convert.sizes import parse_bytes
@@ -169,17 +169,6 @@ class RolloutSection(Section):
     repair_seconds: Seconds = Field(
         default=300.0, description="deadline for bringing a failed server back"
     )
-
-
-class RewardSection(Section):
-    """A rule that scores responses; any role with the key `function` is one."""
-
-    function: FunctionPath = Field(
-        examples=["exact_match"], description="a reward's name, `pkg.mod.fn` or `file.py:fn`"
-    )
-    parameters: dict[str, Any] = Field(default={}, description="keyword arguments of the function")
-    workers: Count = Field(default=1, description="processes that score")
-    timeout_seconds: Seconds = Field(default=60.0, description="deadline of one batch's scoring")
 
 
 class RolesSection(Section):

@@ -1,6 +1,7 @@
 """The rewards that a recipe may name without a path."""
 
 from collections.abc import Callable
+from typing import Any
 
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.registry import Registry
@@ -10,10 +11,7 @@ from hybridflow.rewards.length import length
 from hybridflow.rewards.number_match import number_match
 from hybridflow.rewards.reasoning_gym import reasoning_gym
 
-RewardFunction = Callable[[str, str, object, dict], float]
-"""``fn(prompt, response, answer, row)`` with its parameters already bound."""
-
-_REWARDS: dict[str, Callable[..., float]] = {
+_REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "format_regex": format_regex,
     "length": length,
@@ -22,4 +20,12 @@ _REWARDS: dict[str, Callable[..., float]] = {
 }
 
 REWARDS = Registry("reward", _REWARDS, aliases=catalogue.REWARDS.aliases)
-"""``register`` adds one from Python, to be named like those that ship."""
+"""``register`` adds one from Python, to be named like those that ship: a function or class of a
+module, since it runs in other processes."""
+
+
+def importable(name: str) -> str:
+    """The name by which another process finds a reward: the path of one that was registered."""
+    if name not in REWARDS or REWARDS.canonical(name) in _REWARDS:
+        return name
+    return f"{REWARDS[name].__module__}.{REWARDS[name].__qualname__}"

@@ -1,4 +1,4 @@
-"""From the name in a recipe to a function with its parameters bound and checked."""
+"""From the name in a recipe to a reward with its parameters bound and checked."""
 
 import functools
 import importlib
@@ -6,48 +6,104 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from hybridflow.recipe.names import hint
-from hybridflow.rewards.registry import REWARDS, RewardFunction
+from hybridflow.rewards.items import RewardItem
+from hybridflow.rewards.registry import REWARDS
 
 ARGUMENTS = ("prompt", "response", "answer", "row")
-"""What every reward receives, in this order; all else is a parameter."""
+"""What a reward of single samples receives, in this order; all else is a parameter."""
+
+_BATCH = 32
+_CALLS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward with its parameters bound.
+
+    Attributes:
+        name: what the recipe calls it.
+        call: of one sample ``(prompt, response, answer, row)``, or of a list of items.
+        takes_batch: whether ``call`` takes a list of items and gives as many results.
+        is_async: whether ``call`` gives a coroutine.
+        batch: most samples of one call.
+        calls_at_once: most calls under way, where they are coroutines.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    takes_batch: bool = False
+    is_async: bool = False
+    batch: int = 1
+    calls_at_once: int = 1
+
+    def arguments(self, items: list[RewardItem]) -> tuple[Any, ...]:
+        """What ``call`` gets for ``items``, one of them unless it takes a batch."""
+        if self.takes_batch:
+            return (items,)
+        (item,) = items
+        response = item.response if item.tokens is None else list(item.tokens)
+        return item.prompt, response, item.answer, item.row
 
 
 def resolve(
     name: str, parameters: Mapping[str, Any] | None = None, *, base: Path | None = None
-) -> RewardFunction:
+) -> Reward:
     """The reward called ``name``: a registered one, ``pkg.mod.fn`` or ``file.py:fn``.
+
+    A function may be plain or ``async``. A class is made with the parameters, once; its objects
+    are called like a function, or have a method ``score`` of a list of items.
 
     Args:
         name: what the recipe calls the function.
         parameters: values of its keyword parameters.
         base: folder that a relative ``file.py`` is looked up in; the working folder when None.
 
-    Returns:
-        ``fn(prompt, response, answer, row) -> float``; its ``__name__`` is ``name``.
-
     Raises:
         ValueError: no such function, or parameters that do not fit it (every one is named).
     """
-    function = _find(name, base or Path.cwd())
+    found = _find(name, base or Path.cwd())
     parameters = dict(parameters or {})
-    problems = _parameter_problems(function, parameters)
+    given = () if inspect.isclass(found) else ARGUMENTS
+    problems = _parameter_problems(found, parameters, given)
     if problems:
         raise ValueError(f"reward '{name}': " + "; ".join(problems))
-
-    @functools.wraps(function)
-    def bound(prompt: str, response: str, answer: object, row: dict) -> float:
-        return function(prompt, response, answer, row, **parameters)
-
-    bound.__name__ = bound.__qualname__ = name
-    return bound
+    if inspect.isclass(found):
+        return _of_object(name, found(**parameters))
+    call = functools.partial(found, **parameters)
+    is_async = inspect.iscoroutinefunction(found)
+    return Reward(name, call, is_async=is_async, calls_at_once=_CALLS_AT_ONCE)
 
 
-def _find(name: str, base: Path) -> Callable[..., float]:
+def _of_object(name: str, made: Any) -> Reward:
+    """A reward that is an object: ``score`` takes a batch, else it is called per sample."""
+    at_once = _count(name, made, "calls_at_once", _CALLS_AT_ONCE)
+    score = getattr(made, "score", None)
+    if score is not None:
+        is_async = inspect.iscoroutinefunction(score)
+        return Reward(name, score, True, is_async, _count(name, made, "batch", _BATCH), at_once)
+    if not callable(made):
+        raise ValueError(
+            f"reward '{name}': objects of the class have neither `score(items)` nor "
+            f"`__call__({', '.join(ARGUMENTS)})`; add one of them"
+        )
+    is_async = inspect.iscoroutinefunction(type(made).__call__)
+    return Reward(name, made, is_async=is_async, calls_at_once=at_once)
+
+
+def _count(name: str, made: Any, attribute: str, default: int) -> int:
+    count = getattr(made, attribute, default)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"reward '{name}': {attribute} must be 1 or more, not {count!r}")
+    return count
+
+
+def _find(name: str, base: Path) -> Callable[..., Any]:
     if name in REWARDS:
         return REWARDS[name]
     file, colon, attribute = name.rpartition(":")
@@ -94,7 +150,7 @@ def _import(name: str, module: str) -> ModuleType:
         ) from error
 
 
-def _function(name: str, module: ModuleType, attribute: str) -> Callable[..., float]:
+def _function(name: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if function is None:
         functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
@@ -103,31 +159,34 @@ def _function(name: str, module: ModuleType, attribute: str) -> Callable[..., fl
         )
     if not callable(function):
         raise ValueError(f"reward '{name}': '{attribute}' is no function, but {function!r}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward '{name}' is async; a reward is a plain function")
-    return cast("Callable[..., float]", function)
+    return function
 
 
-def _parameter_problems(function: Callable[..., float], parameters: dict[str, Any]) -> list[str]:
-    """What keeps ``function(*ARGUMENTS, **parameters)`` from being called, in words."""
-    signature = inspect.signature(function)
+def _parameter_problems(
+    function: Callable[..., Any], parameters: dict[str, Any], given: tuple[str, ...]
+) -> list[str]:
+    """What keeps ``function(*given, **parameters)`` from being called, in words."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return ["it shows no signature to check; wrap it in a function of your own"]
     kinds = inspect.Parameter
     declared = list(signature.parameters.values())
     positional = [
         p for p in declared if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     ]
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in declared)
-    enough = len(positional) >= len(ARGUMENTS)
+    enough = len(positional) >= len(given)
     if not enough and not any(p.kind is kinds.VAR_POSITIONAL for p in declared):
         return [
             f"it takes {len(positional)} arguments, {signature}; "
-            f"a reward takes ({', '.join(ARGUMENTS)}), then its parameters"
+            f"a reward takes ({', '.join(given)}), then its parameters"
         ]
     settable = {
         p.name: p
-        for p in [*positional[len(ARGUMENTS) :], *declared]
+        for p in [*positional[len(given) :], *declared]
         if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        and p not in positional[: len(ARGUMENTS)]
+        and p not in positional[: len(given)]
     }
     problems = [
         f"unknown parameter '{key}'; {hint(key, settable)}"

@@ -1,23 +1,49 @@
-"""A process that scores responses with one function."""
+"""A process that scores responses with the functions of its role."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridflow.batch import Batch
-from hybridflow.cluster.transfer import DATA_PARALLEL, transfer
+from hybridflow.batch import Batch, Ragged
+from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
 from hybridflow.data import load_tokenizer
 from hybridflow.recipe.axes import Axis
-from hybridflow.rewards import RewardItem, resolve, score_batch
+from hybridflow.rewards import (
+    Failure,
+    FunctionSettings,
+    Level,
+    Outcome,
+    RewardError,
+    RewardItem,
+    Scorer,
+    settle,
+)
+
+COMPONENT, FAILED = "component", "failed"
+"""Fields ``component:NAME`` (samples, float32: the value of one of several functions) and
+``failed:NAME`` (samples, int8) beside the rewards."""
+
+ERROR, TIMEOUT = 1, 2
+"""Values of ``failed:NAME``; 0: scored."""
+
+_log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """Holds the function and the tokenizer; each call scores its share of a batch.
+    """Holds the tokenizer and a scorer of each function; each call scores its share of a batch.
 
-    With ``own_process`` a function that blocks every thread past its deadline ends the process.
+    Args:
+        functions: whose weighted sum is the reward.
+        level: one value for each response, or one for each of its tokens.
+        seconds_per_step, seconds_per_call, start_seconds: deadlines of one ``score``, of each call
+            of a function, and of loading one.
     """
 
     def __init__(
@@ -27,34 +53,160 @@ class RewardWorker:
         rendezvous: tuple[str, int],
         *,
         model_path: str,
-        function: str,
-        parameters: Mapping[str, Any],
-        timeout_seconds: float,
-        own_process: bool,
+        functions: Sequence[FunctionSettings],
+        level: Level,
+        seconds_per_step: float,
+        seconds_per_call: float,
+        start_seconds: float,
     ) -> None:
+        self._level: Level = level
+        self._seconds_per_step = seconds_per_step
+        self._seconds_per_call = seconds_per_call
+        self._start_seconds = start_seconds
+        self._functions = list(functions)
+        self._scorers = [self._scorer(function) for function in functions]  # load beside each other
+        self._next: tuple[list[FunctionSettings], list[Scorer]] | None = None
+        self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="reward")
         self._tokenizer = load_tokenizer(model_path)
-        self._function = resolve(function, parameters)
-        self._timeout_seconds = timeout_seconds
-        self._own_process = own_process
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {i for i, token in added if token.special} | {*self._tokenizer.all_special_ids}
+        self._special_ids = torch.tensor(sorted(special), dtype=torch.int64)
+        try:
+            for scorer in self._scorers:
+                scorer.wait_until_ready()
+        except ValueError:
+            self.close()
+            raise
+
+    def _scorer(self, function: FunctionSettings) -> Scorer:
+        return Scorer(
+            function.function,
+            function.parameters,
+            seconds_per_call=self._seconds_per_call,
+            start_seconds=self._start_seconds,
+        )
 
     @transfer(DATA_PARALLEL)
     def score(self, batch: Batch) -> Batch:
-        """rewards (samples, float32) of prompts, answers and responses."""
-        texts = self._tokenizer.batch_decode(
-            [row.tolist() for row in batch["responses"].rows()], skip_special_tokens=True
-        )
-        groups = batch.samples_per_prompt
-        items = [_item(batch["answers"][i // groups], text) for i, text in enumerate(texts)]
-        rewards = score_batch(
-            self._function, items, self._timeout_seconds, own_process=self._own_process
-        )
+        """rewards (samples, float32) of prompts, answers and responses; at level ``token`` also
+        token_rewards (tokens, float32), whose sum they are."""
+        items = self._items(batch)
+        jobs = [
+            self._threads.submit(scorer.score, items, self._seconds_per_step)
+            for scorer in self._scorers
+        ]
+        outcomes = [job.result() for job in jobs]
+        pairs = list(zip(self._functions, outcomes, strict=True))
+        values = [settle(f, items, found, batch.samples_per_prompt) for f, found in pairs]
+        self._report(pairs)
+        fields: dict[str, tuple[Axis, Any]] = {}
+        if self._level == "token":
+            parts = [self._on_tokens(batch["responses"], part) for part in values]
+            total = self._weighted(parts)
+            fields["token_rewards"] = Axis.TOKENS, batch["responses"].with_values(total)
+            owner = _owners(batch["responses"])
+            zero = torch.zeros(batch.samples)
+            parts = [zero.index_add(0, owner, part) for part in parts]
+            fields["rewards"] = Axis.SAMPLES, zero.index_add(0, owner, total)
+        else:
+            parts = [torch.tensor(part, dtype=torch.float32) for part in values]
+            fields["rewards"] = Axis.SAMPLES, self._weighted(parts)
+        for (function, found), part in zip(pairs, parts, strict=True):
+            if len(pairs) > 1:
+                fields[f"{COMPONENT}:{function.name}"] = Axis.SAMPLES, part
+            if function.on_error != "fail":
+                fields[f"{FAILED}:{function.name}"] = Axis.SAMPLES, _failures(found)
         return Batch(
-            {"rewards": torch.tensor(rewards, dtype=torch.float32)},
-            {"rewards": Axis.SAMPLES},
+            {name: data for name, (_, data) in fields.items()},
+            {name: axis for name, (axis, _) in fields.items()},
             batch.prompts,
-            groups,
+            batch.samples_per_prompt,
         )
+
+    def _items(self, batch: Batch) -> list[RewardItem]:
+        groups = batch.samples_per_prompt
+        rows = [row.tolist() for row in batch["responses"].rows()]
+        texts = self._tokenizer.batch_decode(rows, skip_special_tokens=True)
+        items = [_item(batch["answers"][i // groups], text) for i, text in enumerate(texts)]
+        if self._level == "sequence":
+            return items
+        special = set(self._special_ids.tolist())
+        kept = [[i for i in row if i not in special] for row in rows]
+        pieces = [self._tokenizer.batch_decode([[i] for i in row]) for row in kept]
+        return [replace(i, tokens=tuple(p)) for i, p in zip(items, pieces, strict=True)]
+
+    def _on_tokens(self, responses: Ragged, values: Sequence[Any]) -> Tensor:
+        """Values of the plain tokens on all tokens, ``[sum of lengths]``: special ones, such as the
+        end of the sequence, are 0."""
+        plain_T = ~torch.isin(responses.values, self._special_ids)
+        values_T = torch.zeros(len(plain_T))
+        values_T[plain_T] = torch.tensor([v for row in values for v in row], dtype=torch.float32)
+        return values_T
+
+    def _weighted(self, parts: Sequence[Tensor]) -> Tensor:
+        weights = [function.weight for function in self._functions]
+        total = sum(w * part.double() for w, part in zip(weights, parts, strict=True))
+        assert isinstance(total, Tensor)
+        total = total.float()
+        if not total.isfinite().all():
+            names = " + ".join(f"{f.weight:g} * {f.name}" for f in self._functions)
+            raise RewardError(f"the sum {names} is beyond what float32 holds; lower the weights")
+        return total
+
+    def _report(self, pairs: Sequence[tuple[FunctionSettings, list[Outcome]]]) -> None:
+        for function, outcomes in pairs:
+            texts = [outcome.text for outcome in outcomes if isinstance(outcome, Failure)]
+            if texts:
+                _log.warning(
+                    "reward '%s': %d of %d samples have no score; the first: %s",
+                    *(function.name, len(texts), len(outcomes), texts[0]),
+                )
+
+    @transfer(GATHER)
+    def prepare(self, parameters: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Load the functions anew beside those in service, by name with other parameters; why they
+        cannot be used, or None. ``swap`` ends either."""
+        functions = [
+            replace(f, parameters=parameters.get(f.name, f.parameters)) for f in self._functions
+        ]
+        scorers = [self._scorer(function) for function in functions]
+        self._next = functions, scorers
+        try:
+            for scorer in scorers:
+                scorer.wait_until_ready()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @transfer(ONE_TO_ALL)
+    def swap(self, accept: bool) -> None:
+        """Put what ``prepare`` loaded in service, or throw it away."""
+        assert self._next is not None, "prepare comes before swap"
+        functions, scorers = self._next
+        self._next = None
+        if accept:
+            self._functions, self._scorers, scorers = functions, scorers, self._scorers
+        for scorer in scorers:
+            scorer.close()
+
+    def close(self) -> None:
+        """End the scoring processes."""
+        for scorer in (*self._scorers, *(self._next[1] if self._next else ())):
+            scorer.close()
+        self._threads.shutdown(wait=False)
 
 
 def _item(answer: dict[str, Any], response: str) -> RewardItem:
     return RewardItem(answer["prompt_text"], response, answer["answer"], answer)
+
+
+def _owners(responses: Ragged) -> Tensor:
+    """The sample of every token, ``[sum of lengths]``."""
+    return torch.arange(len(responses)).repeat_interleave(responses.lengths)
+
+
+def _failures(outcomes: Sequence[Outcome]) -> Tensor:
+    codes = {"error": ERROR, "timeout": TIMEOUT}
+    return torch.tensor(
+        [codes[o.kind] if isinstance(o, Failure) else 0 for o in outcomes], dtype=torch.int8
+    )

@@ -66,6 +66,26 @@ SETTINGS = [
     ("roles.reward.parameters={strp: true}", "no parameter 'strp'", "did you mean 'strip'?"),
     ("roles.reward.parameters={strip: 3}", "must be bool, not 3", "white space"),
     ("roles.reward={function: length}", "needs the parameter 'budget'", "budget"),
+    ("roles.reward={function: mine.py:score, parameters: {scal: 2}}", "no parameter 'scal'", "no"),
+    ("roles.reward={function: mine.py:needy}", "needs the parameter 'scale'", "parameters"),
+    ("roles.reward={function: mine.py:few}", "few takes 2 arguments", "(prompt, response,"),
+    ("roles.reward={_target_: mine.py:needy, scale: 1, scal: 2}", "no parameter 'scal'", "did"),
+    ("roles.reward={_target_: exact_match, parameters: {}}", "`parameters` beside", "keep one"),
+    ("roles.reward={workers: 2}", "needs either `function` or `functions`", "exact_match"),
+    ("roles.reward={function: exact_match, functions: {a: {function: length}}}", "either", "write"),
+    ("roles.reward={functions: {}}", "a mapping of a name to a function", "functions: {right"),
+    ("roles.reward={functions: {a/b: {function: exact_match}}}", "names of letters", "rename"),
+    ("roles.reward={functions: {a: {function: exact_match, wait: 1}}}", "unknown key", "'weight'"),
+    ("roles.reward={functions: {a: {function: exact_mach}}}", "unknown reward", "'exact_match'?"),
+    ("roles.reward={functions: {a: {_target_: length, slak: 1, budget: 2}}}", "'slak'", "'slack'?"),
+    ("roles.reward.on_error=skip", "must be fail, group_mean or {value", "on_error: {value: 0.0}"),
+    ("roles.reward.on_error={value: no}", "must be fail, group_mean or {value", "{value: 0.0}"),
+    ("roles.reward.level=token", "scores whole responses, not tokens", "level to sequence"),
+    (
+        "roles.reward={function: mine.py:score, level: token, on_error: group_mean}",
+        "group_mean is of whole responses",
+        "{value: 0.0}",
+    ),
     ("roles.reference=null", "'reference', which the recipe lacks", "under `roles`"),
     ("dataflow=grp", "no dataflow is named 'grp'", "did you mean 'grpo'?"),
     ("dataflow=absent.yaml", "no dataflow file absent.yaml", "mend the path"),
@@ -84,9 +104,16 @@ SETTINGS = [
 ]
 
 
+MINE = """
+def score(prompt, response, answer, row): return 1.0
+async def needy(prompt, response, answer, row, *, scale, other=1): return scale
+def few(prompt, response): return 1.0
+"""
+
+
 @pytest.mark.parametrize(("override", "what", "fix"), SETTINGS)
 def test_one_setting_one_fault(workspace: Path, override: str, what: str, fix: str):
-    (workspace / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
+    (workspace / "mine.py").write_text(MINE)
     (workspace / "broken.py").write_text("x = 1\ndef fn(:\n")
     grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     mute = "".join(line for line in grpo.splitlines(True) if "call: save" not in line)
@@ -134,10 +161,34 @@ def test_a_column_that_no_row_has_is_one_fault_of_each_file(workspace: Path):
     assert all("no column 'promt'. Fix: did you mean 'prompt'?" in fault for fault in found)
 
 
+def test_token_rewards_come_from_a_role_that_scores_tokens(workspace: Path):
+    (workspace / "mine.py").write_text(MINE)
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
+    tokens = grpo.replace("out: [rewards]", "out: [rewards, token_rewards]", 1)
+    assert tokens != grpo
+    (workspace / "tokens.yaml").write_text(tokens)
+    (found,) = faults_of("dataflow=tokens.yaml")
+    assert "tokens.yaml:" in found and "'reward' scores whole responses" in found
+    own = "roles.reward={_target_: mine.py:score, level: token}"
+    assert faults_of("dataflow=tokens.yaml", own) == []
+
+
+def test_a_target_is_the_long_form_in_short(workspace: Path):
+    (workspace / "mine.py").write_text(MINE)
+    short = load_recipe("recipe.yaml", ["roles.reward={_target_: mine.py:needy, scale: 2}"])
+    long = "roles.reward={function: mine.py:needy, parameters: {scale: 2}}"
+    assert short == load_recipe("recipe.yaml", [long])
+    recipe = (workspace / "recipe.yaml").read_text()
+    lines = recipe.replace("{function: exact_match}", "\n    _target_: mine.py:needy\n    scal: 2")
+    (workspace / "recipe.yaml").write_text(lines)
+    found = "\n".join(faults_of())
+    assert "recipe.yaml:17: the reward 'mine.py:needy' has no parameter 'scal'" in found
+
+
 def test_rewards_of_ones_own(workspace: Path):
     (workspace / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
     assert faults_of("roles.reward.function=mine.py:score") == []
-    assert faults_of("roles.reward.function=json.loads") == []
+    assert faults_of("roles.reward.function=json.JSONDecoder") == []
 
 
 OUTPUTS = [

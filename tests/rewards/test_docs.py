@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from hybridflow.rewards import REWARDS, resolve
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -14,8 +16,11 @@ def test_every_reward_is_listed():
 
 
 def test_the_examples_run(tmp_path):
-    own, score = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    own, digits, score = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(own)
     function = resolve("my_rewards.py:ends_well", {"ending": "!"}, base=tmp_path)
-    assert function("p", "yes!", None, {}) == 1.0
+    assert function.call("p", "yes!", None, {}) == 1.0
+    (tmp_path / "tokens.py").write_text(digits)
+    tokens = resolve("tokens.py:digits", base=tmp_path)
+    assert tokens.call("p", ["a", " 7"], None, {}) == pytest.approx([0.0, 0.1])
     exec(score, {})

@@ -18,6 +18,25 @@ def too_few(prompt, response):
 
 async def later(prompt, response, answer, row):
     return 1.0
+
+class Judge:
+    batch = 7
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def score(self, items):
+        return [self.scale] * len(items)
+
+class Called:
+    async def __call__(self, prompt, response, answer, row):
+        return 2.0
+
+class Neither:
+    pass
+
+class Greedy(Judge):
+    batch = 0
 """
 
 
@@ -29,22 +48,33 @@ def file(tmp_path):
 
 
 def test_registered_name_with_parameters():
-    assert resolve("exact_match")("p", " 1", "1", {}) == 1.0
-    assert resolve("exact_match", {"strip": False})("p", " 1", "1", {}) == 0.0
+    assert resolve("exact_match").call("p", " 1", "1", {}) == 1.0
+    assert resolve("exact_match", {"strip": False}).call("p", " 1", "1", {}) == 0.0
 
 
 def test_function_of_a_file_absolute_and_relative(file):
     function = resolve(f"{file}:shorter", {"weight": 0.5})
-    assert function("p", "abc", None, {}) == 0.5
+    assert function.call("p", "abc", None, {}) == 0.5
     relative = resolve("my-rewards.py:shorter", {"weight": 2, "limit": 1}, base=file.parent)
-    assert relative("p", "abc", None, {}) == 0
-    assert relative.__name__ == "my-rewards.py:shorter"
+    assert relative.call("p", "abc", None, {}) == 0
+    assert relative.name == "my-rewards.py:shorter"
 
 
 def test_function_of_a_module(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_a_user.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert resolve("rewards_of_a_user.anything", {"a": 1, "b": 2})("p", "r", "a", {}) == 6
+    assert resolve("rewards_of_a_user.anything", {"a": 1, "b": 2}).call("p", "r", "a", {}) == 6
+
+
+def test_classes_and_async_functions_are_known_for_what_they_are(file):
+    def of(name, **parameters):
+        return resolve(f"{file}:{name}", parameters)
+
+    assert of("later").is_async and not of("later").takes_batch
+    judge = of("Judge", scale=0.5)
+    assert (judge.takes_batch, judge.batch, judge.is_async) == (True, 7, False)
+    assert judge.call([1, 2]) == [0.5, 0.5]
+    assert of("Called").is_async and not of("Called").takes_batch
 
 
 @pytest.mark.parametrize(
@@ -59,7 +89,9 @@ def test_function_of_a_module(tmp_path, monkeypatch):
         ("missing.py:fn", {}, "there is no Python file"),
         ("my-rewards.py:shorte", {}, "has no 'shorte'; did you mean 'shorter'"),
         ("my-rewards.py:LIMIT", {}, "is no function"),
-        ("my-rewards.py:later", {}, "is async"),
+        ("my-rewards.py:Judge", {"scal": 1}, "unknown parameter 'scal'; did you mean 'scale'"),
+        ("my-rewards.py:Neither", {}, r"neither `score\(items\)` nor `__call__"),
+        ("my-rewards.py:Greedy", {}, "batch must be 1 or more, not 0"),
         ("my-rewards.py:too_few", {}, r"takes 2 arguments.*\(prompt, response, answer, row\)"),
         ("my-rewards.py:shorter", {"weigth": 1}, "did you mean 'weight'.*'weight' has no value"),
     ],

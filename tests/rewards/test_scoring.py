@@ -1,90 +1,201 @@
-"""Scoring a batch: order, errors that name the sample, and functions that hang."""
+"""Scoring under deadlines: order, failures that stay with their sample, errors that name it."""
 
+import os
 import subprocess
 import sys
-import textwrap
-import threading
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from hybridflow.rewards import RewardError, RewardItem, RewardTimeout, resolve, score_batch
+from hybridflow.cluster.processes import MARK, marked
+from hybridflow.rewards import Failure, RewardError, RewardItem, Scorer
+
+FILE = Path(__file__).with_name("functions_that_misbehave.py")
 
 
 def items(*responses: str) -> list[RewardItem]:
     return [RewardItem("2+2=", response, "4", {"answer": "4"}) for response in responses]
 
 
+def outcomes(name: str, *responses: str, seconds: float = 60, per_call: float = 60, **parameters):
+    with Scorer(f"{FILE}:{name}", parameters, seconds_per_call=per_call) as scorer:
+        scorer.wait_until_ready()
+        found = scorer.score(items(*responses), seconds)
+        again = scorer.score(items("good"), 60)
+    assert again == [1.0], "the next batch is scored, whatever became of this one"
+    return found
+
+
 def test_rewards_come_in_the_order_of_the_items():
-    rewards = score_batch(resolve("exact_match"), items("4", "5", "4"), 60)
-    assert rewards == [1.0, 0.0, 1.0]
-    assert score_batch(resolve("exact_match"), [], 60) == []
+    with Scorer("exact_match") as scorer:
+        assert scorer.score(items("4", "5", "4"), 60) == [1.0, 0.0, 1.0]
+        assert scorer.score([], 60) == []
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (3, 3.0), (-0.5, -0.5)])
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("raises", "error", "raised KeyError: 'units' ("),
+        ("raises_without_text", "error", "raised _Unspeakable"),
+        ("says_much", "error", "raised ValueError: xxx"),
+        ("exits", "error", "raised SystemExit: 3"),
+        ("leaves", "error", "ended its process with exit code 3"),
+        ("kills_itself", "error", "ended its process by SIGKILL"),
+        ("cancels_itself", "error", "raised CancelledError"),
+        ("exits_later", "error", "raised SystemExit: 3"),
+    ],
+)
+def test_a_failure_is_of_its_sample_alone(name, kind, text):
+    first, bad, last = outcomes(name, "good", "bad", "good")
+    assert (first, last) == (1.0, 1.0)
+    assert isinstance(bad, Failure) and bad.kind == kind and text in bad.text
+    assert len(bad.text) < 3000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hangs", "in hangs"),
+        ("holds_the_interpreter", "in holds_the_interpreter"),
+        ("waits", "did not end within 0.3 s"),
+        ("will_not_be_cancelled", "did not end within 0.3 s"),
+    ],
+)
+def test_a_sample_that_takes_too_long_costs_itself_alone(name, text):
+    first, bad, last = outcomes(name, "good", "bad", "good", per_call=0.3)
+    assert (first, last) == (1.0, 1.0)
+    assert isinstance(bad, Failure) and bad.kind == "timeout" and text in bad.text
+
+
+def test_async_calls_run_beside_each_other_and_a_blocked_loop_is_seen():
+    assert outcomes("blocks_the_others", *["good"] * 100, per_call=60) == [1.0] * 100
+    found = outcomes("blocks_the_others", "good", "bad", per_call=1.0)
+    assert isinstance(found[1], Failure) and "in blocks_the_others" in found[1].text
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_and_hangs"])
+def test_a_fork_scores_nothing_twice_and_is_ended(name, monkeypatch):
+    monkeypatch.setenv(MARK, f"test-of-forks-{os.getpid()}")
+    assert outcomes(name, "good", "bad", "good") == [1.0, 1.0, 1.0]
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children())}
+    left = [p for p in marked(f"test-of-forks-{os.getpid()}") if p.pid not in ours]
+    psutil.wait_procs(left, timeout=60)
+    assert not [process for process in left if process.is_running()]
+
+
+def test_the_batch_has_a_deadline_too():
+    found = outcomes("slow", *["good"] * 40, seconds=1.0)
+    assert found[0] == 1.0
+    last = found[-1]
+    assert isinstance(last, Failure) and last.kind == "timeout" and "batch's 1 s" in last.text
+
+
+@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (3, 3.0), (-0.5, -0.5), (3e38, 3e38)])
 def test_bool_and_int_count_as_numbers(value, reward):
-    (result,) = score_batch(lambda *_: value, items("4"), 60)
+    (result,) = outcomes("returns", "bad", value=value)
     assert result == reward and type(result) is float
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0]])
-def test_anything_else_names_function_and_sample(value):
-    def odd(prompt, response, answer, row):
-        return value if response == "bad" else 1.0
-
-    with pytest.raises(RewardError, match=r"'odd' returned .*finite.*sample 1 .*'bad'"):
-        score_batch(odd, items("4", "bad"), 60)
+@pytest.mark.parametrize("value", [None, "1", "nan", "infinite", "huge", "object", [1.0], 1e39])
+def test_anything_else_is_an_error_that_names_function_and_sample(value):
+    with pytest.raises(RewardError, match=r"misbehave.py:returns', sample 1 .*'bad'.*: returned"):
+        outcomes("returns", "good", "bad", "good", value=value)
 
 
-def test_an_exception_names_function_and_sample_and_is_the_cause():
-    def strict(prompt, response, answer, row):
-        return float(row["missing"])
-
-    with pytest.raises(RewardError, match=r"'strict' raised KeyError.*\n.*sample 0") as caught:
-        score_batch(strict, items("x" * 1000), 60)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert len(str(caught.value)) < 600
+def test_after_an_error_the_scorer_goes_on_with_the_next_batch():
+    with Scorer(f"{FILE}:returns", {"value": None}) as scorer:
+        with pytest.raises(RewardError):
+            scorer.score(items("bad", *["good"] * 50), 60)
+        assert scorer.score(items("good", "good"), 60) == [1.0, 1.0]
 
 
-def test_a_timeout_error_of_the_function_is_no_missed_deadline():
-    def remote(prompt, response, answer, row):
-        raise TimeoutError("the judge does not answer")
-
-    with pytest.raises(RewardError, match="the judge does not answer") as caught:
-        score_batch(remote, items("4"), 60)
-    assert not isinstance(caught.value, RewardTimeout)
-
-
-def test_a_function_that_hangs_ends_as_an_error_that_shows_where():
-    release = threading.Event()
-
-    def hangs(prompt, response, answer, row):
-        if response == "slow":
-            release.wait(60)
-        return 1.0
-
-    try:
-        with pytest.raises(RewardTimeout, match=r"(?s)'hangs'.*1 are done.*sample 1 .*wait"):
-            score_batch(hangs, items("4", "slow", "4"), 0.5)
-    finally:
-        release.set()
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 2.0], "returned 2 values for 3 tokens"),
+        (1.0, "not a list of 3 numbers"),
+        ("abc", "not a list of 3 numbers"),
+        ([1.0, None, 2.0], "returned None .* for token 1"),
+    ],
+)
+def test_token_rewards_are_one_for_each_token(values, message):
+    tokens = RewardItem("2+2=", "bad", "4", {}, tokens=("b", "a", "d"))
+    with (
+        Scorer(f"{FILE}:returns", {"value": values}) as scorer,
+        pytest.raises(RewardError, match=message),
+    ):
+        scorer.score([tokens], 60)
 
 
-def test_a_process_of_its_own_ends_even_when_no_thread_can_run():
-    """A backtracking expression holds the interpreter: only the process's end helps."""
-    program = """
-        import hybridflow.rewards.scoring as scoring
-        from hybridflow.rewards import RewardItem, resolve, score_batch
+def test_a_batch_that_fails_costs_its_samples():
+    found = outcomes("Batches", "good", "good", "good", "bad", "good", how="raise")
+    assert [found[i] for i in (0, 1, 4)] == [1.0, 1.0, 1.0]
+    assert all(isinstance(found[i], Failure) for i in (2, 3))
 
-        scoring._GRACE_SECONDS = 0.5
-        fn = resolve("format_regex", {"pattern": "(a|aa)+b"})
-        score_batch(fn, [RewardItem("p", "a" * 200, "", {})], 0.5, own_process=True)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("count", "1 results for 2"), ("none", "None"), ("text", "'11'")]
+)
+def test_a_batch_gives_as_many_results_as_samples(how, message):
+    with pytest.raises(RewardError, match=rf"Batches', sample 2 .*returned {message}"):
+        outcomes("Batches", "good", "good", "good", "bad", how=how)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "could not be made: raised RuntimeError: no weights"),
+        ("leave", "while loading, ended its process with exit code 4"),
+        ("hang", "was not loaded within 0.5 s"),
+    ],
+)
+def test_a_reward_that_does_not_load_says_why(how, message):
+    seconds = 0.5 if how == "hang" else 60
+    with (
+        Scorer(f"{FILE}:NeverMade", {"how": how}, start_seconds=seconds) as scorer,
+        pytest.raises(ValueError, match=message),
+    ):
+        scorer.wait_until_ready()
+
+
+def test_a_file_that_went_bad_after_the_start_fails_the_rest(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import os\ndef fn(prompt, response, answer, row):\n    os._exit(1)\n")
+    with Scorer(f"{path}:fn") as scorer:
+        scorer.wait_until_ready()
+        path.write_text("broken(")
+        first, second = scorer.score(items("a", "b"), 60)
+        assert isinstance(first, Failure) and "exit code 1" in first.text
+        assert isinstance(second, Failure) and "could not be loaded again" in second.text
+        path.write_text("def fn(prompt, response, answer, row):\n    return 2.0\n")
+        assert scorer.score(items("a"), 60) == [2.0]
+
+
+def test_what_a_process_writes_into_its_messages_harms_that_process_alone():
+    found = outcomes("writes_nonsense", "good", "bad", "good")
+    assert found[0] == 1.0 and found[2] == 1.0
+
+
+def test_prints_do_not_disturb(tmp_path, capfd):
+    path = tmp_path / "mine.py"
+    path.write_text("def fn(p, r, a, row):\n    print('seen', r, flush=True)\n    return 1.0\n")
+    with Scorer(f"{path}:fn") as scorer:
+        assert scorer.score(items("a"), 60) == [1.0]
+    assert "seen a" in capfd.readouterr().out
+
+
+def test_the_process_ends_with_the_one_that_started_it(tmp_path):
+    program = (
+        "import os\nfrom hybridflow.rewards import Scorer\n"
+        "scorer = Scorer('exact_match')\nscorer.wait_until_ready()\n"
+        "print(scorer._process._process.pid, flush=True)\nos._exit(0)\n"
     )
-    assert done.returncode == 1
-    assert "format_regex" in done.stderr and "Timeout" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()

@@ -6,7 +6,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.recipe.checks import algorithm, data, dataflow, model, output, roles, served, sizes
+from hybridflow.recipe.checks import (
+    algorithm,
+    data,
+    dataflow,
+    model,
+    output,
+    rewards,
+    roles,
+    served,
+    sizes,
+)
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.load import read_draft
@@ -21,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     *data.CHECKS,
     *sizes.CHECKS,
     *roles.CHECKS,
+    *rewards.CHECKS,
     *output.CHECKS,
 )
 

@@ -1,101 +1,13 @@
-"""Rewards that can be found without importing them, SGLang's interpreter, the sync folder."""
+"""SGLang's interpreter, the sync folder, and what a rollout's servers can do."""
 
-import ast
 import os
-import sys
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.names import advice, hint
-from hybridflow.recipe.schema_roles import RewardSection
 
 SGLANG_PYTHON = ".venv-sglang/bin/python"
-
-
-def reward_faults(context: Context) -> Iterator[Fault]:
-    """Unknown reward functions, and parameters that a shipped one does not take."""
-    for role, section in context.recipe.roles.rewards().items():
-        if not context.trusts(f"roles.{role}"):
-            continue
-        key = f"roles.{role}.function"
-        if section.function in REWARDS:
-            yield from _parameter_faults(context, role, section)
-        elif ":" in section.function:
-            file, _, name = section.function.rpartition(":")
-            yield from _function_faults(context, key, Path(file).expanduser(), name)
-        elif "." in section.function:
-            yield from _module_faults(context, key, section.function)
-        else:
-            what = f"unknown reward '{section.function}'"
-            fix = f"{REWARDS.advice(section.function)}. Your own is 'pkg.mod.fn' or 'file.py:fn'"
-            yield context.fault(key, what, fix)
-
-
-def _parameter_faults(context: Context, role: str, section: RewardSection) -> Iterator[Fault]:
-    known = REWARDS[section.function].parameters
-    key = f"roles.{role}.parameters"
-    for name, value in section.parameters.items():
-        if name not in known:
-            what = f"the reward '{section.function}' has no parameter '{name}'"
-            yield context.fault(f"{key}.{name}", what, hint(name, known))
-        elif problem := known[name].problem(value):
-            fix = f"{name}: {known[name].description}"
-            yield context.fault(f"{key}.{name}", f"`{key}.{name}` {problem}", fix)
-    for name, option in known.items():
-        if option.required and name not in section.parameters:
-            what = f"the reward '{section.function}' needs the parameter '{name}'"
-            fix = f"add `parameters: {{{name}: ...}}` ({option.description})"
-            yield context.fault(f"roles.{role}", what, fix)
-
-
-def _module_faults(context: Context, key: str, function: str) -> Iterator[Fault]:
-    """Look a module up on the path; importing it could load anything."""
-    module, _, name = function.rpartition(".")
-    search, file = sys.path, None
-    for part in module.split("."):
-        spec = PathFinder.find_spec(part, search) if search is not None else None
-        if spec is None:
-            what = f"there is no module '{module}' for the reward '{function}'"
-            fix = f"{advice(function, REWARDS)} Install the module, or give 'file.py:fn'"
-            yield context.fault(key, what, fix)
-            return
-        file = spec.origin
-        locations = spec.submodule_search_locations
-        search = list(locations) if locations is not None else None
-    if file is not None and file.endswith(".py"):
-        yield from _function_faults(context, key, Path(file), name)
-
-
-def _function_faults(context: Context, key: str, file: Path, name: str) -> Iterator[Fault]:
-    if not file.is_file():
-        yield context.fault(key, f"there is no file {file}", "mend the path of the reward")
-        return
-    try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        where = f"{file}:{line}" if line else str(file)
-        yield Fault(where, f"not valid Python: {error}", "mend the reward's file")
-        return
-    names = _top_level_names(tree)
-    if name not in names:
-        yield context.fault(key, f"{file} has no '{name}'", hint(name, names))
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for statement in ast.walk(tree):
-        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            names.add(statement.name)
-        elif isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
-            names.add(statement.id)
-        elif isinstance(statement, ast.alias):
-            names.add(statement.asname or statement.name.partition(".")[0])
-    return names
 
 
 def server_faults(context: Context) -> Iterator[Fault]:
@@ -167,7 +79,6 @@ def expert_faults(context: Context) -> Iterator[Fault]:
 
 
 CHECKS = (
-    Check((), reward_faults),
     Check(("roles.rollout",), transport_faults),
     Check(("roles.rollout.parallel",), expert_faults),
     Check(("roles.rollout.engine", "roles.rollout.python"), server_faults),

@@ -1,0 +1,109 @@
+"""Reward roles: from the recipe to their workers' settings, swapping them, and their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.cluster import WorkerGroup
+from hybridflow.recipe.names import hint
+from hybridflow.recipe.schema import Recipe
+from hybridflow.rewards import FunctionSettings, importable
+from hybridflow.workers.reward import COMPONENT, FAILED, TIMEOUT, RewardWorker
+
+
+def reward_settings(recipe: Recipe, role: str) -> dict[str, Any]:
+    """The arguments of the role's ``RewardWorker``."""
+    section = recipe.roles.rewards()[role]
+    functions = [
+        FunctionSettings(
+            name=name,
+            function=importable(part.function),
+            parameters=part.parameters,
+            weight=part.weight,
+            on_error=section.policy(part),
+        )
+        for name, (_, part) in section.parts(role).items()
+    ]
+    return {
+        "model_path": recipe.model.path,
+        "functions": functions,
+        "level": section.level,
+        "seconds_per_step": section.timeout_seconds,
+        "seconds_per_call": section.sample_timeout_seconds,
+        "start_seconds": section.start_timeout_seconds,
+    }
+
+
+def reload_reward(
+    groups: Mapping[str, WorkerGroup],
+    recipe: Recipe,
+    role: str,
+    parameters: Mapping[str, Any] | None = None,
+) -> None:
+    """Load the functions of a reward role anew on every worker, then put them in service.
+
+    Code is imported and models are read again. When one worker cannot load, all keep what they
+    have. To be called between steps.
+
+    Args:
+        parameters: what takes the place of the recipe's ``parameters`` until the next reload; of a
+            role of several ``functions``: by function, ``{name: parameters}``. None: as they are.
+
+    Raises:
+        ValueError: no such role, or the function cannot be used so; the old one is in service.
+    """
+    rewards = recipe.roles.rewards()
+    if role not in rewards or role not in groups:
+        known = [name for name in rewards if name in groups]
+        raise ValueError(f"no reward role '{role}' is in service; {hint(role, known)}")
+    if parameters is not None and rewards[role].functions is None:
+        parameters = {role: parameters}
+    for name, told in (parameters or {}).items():
+        parts = rewards[role].parts(role)
+        if name not in parts:
+            raise ValueError(f"reward role '{role}' has no function '{name}'; {hint(name, parts)}")
+        if not isinstance(told, Mapping):
+            raise ValueError(f"the parameters of '{name}' must be a mapping, not {told!r}")
+    group = groups[role]
+    faults = group.run(RewardWorker.prepare, dict(parameters or {}))
+    fault = next((fault for fault in faults if fault is not None), None)
+    group.run(RewardWorker.swap, fault is None)
+    if fault is not None:
+        raise ValueError(f"reward role '{role}' is unchanged: {fault}")
+
+
+class ConstantReward:
+    """Whether every reward so far was the same: there is nothing to learn from, and perhaps the
+    reward does not see what it is to judge."""
+
+    def __init__(self) -> None:
+        self._bounds: tuple[float, float] | None = None
+
+    def see(self, rewards_S: Tensor) -> float:
+        """1.0 while every reward of this and all steps before is one value, else 0.0."""
+        low, high = rewards_S.min().item(), rewards_S.max().item()
+        if self._bounds is not None:
+            low, high = min(low, self._bounds[0]), max(high, self._bounds[1])
+        self._bounds = low, high
+        return float(low == high)
+
+
+def score_metrics(role: str, result: Batch) -> dict[str, float]:
+    """Of a role's ``score``: mean and spread of each of several functions, and how many samples of
+    each raised (``errors``) or were late (``timeouts``), where these do not end the run."""
+    found: dict[str, float] = {}
+    for field, data in result.fields.items():
+        kind, _, name = field.partition(":")
+        part = role if name == role else f"{role}/{name}"
+        if kind == COMPONENT:
+            found[f"reward/{part}/mean"] = data.mean().item()
+            found[f"reward/{part}/std"] = data.std(unbiased=False).item()
+        elif kind == FAILED:
+            late = int((data == TIMEOUT).sum())
+            found[f"reward/{part}/errors"] = float(int((data != 0).sum()) - late)
+            found[f"reward/{part}/timeouts"] = float(late)
+    return found

@@ -1,0 +1,193 @@
+"""Rewards that can be found without importing them, and what they are told."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hybridflow.recipe.catalogue import REWARDS
+from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.names import hint
+from hybridflow.recipe.schema_rewards import FunctionSection, RewardSection
+
+_ARGUMENTS = ("prompt", "response", "answer", "row")
+
+
+def reward_faults(context: Context) -> Iterator[Fault]:
+    """Unknown reward functions, and parameters that they do not take."""
+    for role, section in context.recipe.roles.rewards().items():
+        if not context.trusts(f"roles.{role}"):
+            continue
+        yield from _level_faults(context, role, section)
+        for key, part in section.parts(role).values():
+            yield from _function_faults(context, f"roles.{role}{key}", part)
+
+
+def _level_faults(context: Context, role: str, section: RewardSection) -> Iterator[Fault]:
+    if section.level == "sequence":
+        return
+    for key, part in section.parts(role).values():
+        if part.function in REWARDS and not REWARDS[part.function].token_level:
+            what = f"the reward '{part.function}' scores whole responses, not tokens"
+            fix = f"set roles.{role}.level to sequence, or use a function of your own"
+            yield context.fault(f"roles.{role}{key}.function", what, fix)
+        if section.policy(part) == "group_mean":
+            what = "on_error: group_mean is of whole responses; tokens have no counterpart"
+            where = f"roles.{role}{key if part.on_error else ''}.on_error"
+            yield context.fault(where, what, "use fail or `{value: 0.0}`")
+
+
+def _function_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
+    where, name = f"{key}.function", part.function
+    if name in REWARDS:
+        yield from _parameter_faults(context, key, part)
+    elif ":" in name:
+        file, _, function = name.rpartition(":")
+        yield from _file_faults(context, key, part, Path(file).expanduser(), function)
+    elif "." in name:
+        yield from _module_faults(context, key, part)
+    else:
+        fix = f"{REWARDS.advice(name)}. Your own is 'pkg.mod.fn' or 'file.py:fn'"
+        yield context.fault(where, f"unknown reward '{name}'", fix)
+
+
+def _parameter_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
+    known = REWARDS[part.function].parameters
+    for name, value in part.parameters.items():
+        where = f"{key}.parameters.{name}"
+        if name not in known:
+            what = f"the reward '{part.function}' has no parameter '{name}'"
+            yield context.fault(where, what, hint(name, known))
+        elif problem := known[name].problem(value):
+            fix = f"{name}: {known[name].description}"
+            yield context.fault(where, f"`{where}` {problem}", fix)
+    for name, option in known.items():
+        if option.required and name not in part.parameters:
+            what = f"the reward '{part.function}' needs the parameter '{name}'"
+            fix = f"add `parameters: {{{name}: ...}}` ({option.description})"
+            yield context.fault(key, what, fix)
+
+
+def _module_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
+    """Look a module up on the path; importing it could load anything."""
+    module, _, name = part.function.rpartition(".")
+    search, file = sys.path, None
+    for step in module.split("."):
+        spec = PathFinder.find_spec(step, search) if search is not None else None
+        if spec is None:
+            what = f"there is no module '{module}' for the reward '{part.function}'"
+            fix = f"{REWARDS.advice(part.function)}. Install the module, or give 'file.py:fn'"
+            yield context.fault(f"{key}.function", what, fix)
+            return
+        file = spec.origin
+        locations = spec.submodule_search_locations
+        search = list(locations) if locations is not None else None
+    if file is not None and file.endswith(".py"):
+        yield from _file_faults(context, key, part, Path(file), name)
+
+
+def _file_faults(
+    context: Context, key: str, part: FunctionSection, file: Path, name: str
+) -> Iterator[Fault]:
+    where = f"{key}.function"
+    if not file.is_file():
+        yield context.fault(where, f"there is no file {file}", "mend the path of the reward")
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{file}:{line}" if line else str(file)
+        yield Fault(place, f"not valid Python: {error}", "mend the reward's file")
+        return
+    names = _defined_names(tree)
+    if name not in names:
+        yield context.fault(where, f"{file} has no '{name}'", hint(name, names))
+        return
+    function = _plain_function(tree, name)
+    if function is not None:
+        yield from _signature_faults(context, key, part, function)
+
+
+def _plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A function that the module defines once and does not decorate, so that its text is its
+    signature."""
+    found = [
+        statement
+        for statement in tree.body
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and statement.name == name
+    ]
+    only = found[0] if len(found) == 1 else None
+    if isinstance(only, ast.ClassDef) or only is None or only.decorator_list:
+        return None
+    return only
+
+
+def _signature_faults(
+    context: Context,
+    key: str,
+    part: FunctionSection,
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[Fault]:
+    told = function.args
+    positional = [argument.arg for argument in (*told.posonlyargs, *told.args)]
+    given = len(_ARGUMENTS)
+    if len(positional) < given and told.vararg is None:
+        what = f"{function.name} takes {len(positional)} arguments, not ({', '.join(_ARGUMENTS)})"
+        fix = f"a reward takes ({', '.join(_ARGUMENTS)}), then its parameters"
+        yield context.fault(f"{key}.function", what, fix)
+        return
+    settable = [
+        *positional[max(given, len(told.posonlyargs)) :],
+        *(argument.arg for argument in told.kwonlyargs),
+    ]
+    for name in part.parameters:
+        if name not in settable and told.kwarg is None:
+            what = f"the reward '{part.function}' has no parameter '{name}'"
+            yield context.fault(f"{key}.parameters.{name}", what, hint(name, settable))
+    optional = positional[len(positional) - len(told.defaults) :]
+    optional += [
+        argument.arg
+        for argument, default in zip(told.kwonlyargs, told.kw_defaults, strict=True)
+        if default is not None
+    ]
+    for name in settable:
+        if name not in optional and name not in part.parameters:
+            what = f"the reward '{part.function}' needs the parameter '{name}'"
+            yield context.fault(key, what, f"add `parameters: {{{name}: ...}}`")
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
+            names.add(statement.id)
+        elif isinstance(statement, ast.alias):
+            names.add(statement.asname or statement.name.partition(".")[0])
+    return names
+
+
+def token_faults(context: Context) -> Iterator[Fault]:
+    """Token rewards of a role that gives whole responses one value."""
+    rewards = context.recipe.roles.rewards()
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            section = rewards.get(str(node.role))
+            if section is None or section.level == "token" or "token_rewards" not in node.outputs:
+                continue
+            what = (
+                f"node '{node.name}' wants token_rewards, but '{node.role}' scores whole responses"
+            )
+            fix = f"set roles.{node.role}.level to token, or take `rewards`"
+            yield Fault(node.origin, what, fix)
+
+
+CHECKS = (
+    Check((), reward_faults),
+    Check(("dataflow", "warm_start.dataflow", "roles.*"), token_faults),
+)

@@ -1,0 +1,165 @@
+"""The worker's side of a scoring process: starting it, talking to it, ending it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hybridflow.rewards.wire import Incoming, Load, Work, send_body
+
+_LEAVE_SECONDS = 1.0
+_KILL_SECONDS = 30.0
+_STACK_BYTES = 8_000
+_SHOWN_CALLS = 3
+_OURS = str(Path(__file__).with_name("child.py"))
+
+
+class ProcessEnded(Exception):
+    """The process is gone, or talks nonsense and was ended; the text says which."""
+
+
+class ScoringProcess:
+    """One process for one reward; loads it in the background.
+
+    It inherits the environment and writes to this process's stdout and stderr. It ends with
+    ``end``, when this process ends, or by itself when a call's deadline passes.
+    """
+
+    def __init__(self, load: Load) -> None:
+        ours, theirs = socket.socketpair()
+        self._stack = os.memfd_create("reward-stack")
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
+        numbers = (theirs.fileno(), self._stack)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hybridflow.rewards.child", *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=numbers,
+                env={**os.environ, "PYTHONPATH": paths},
+                start_new_session=True,
+            )
+        self._connection = ours
+        self._watch = os.pidfd_open(self._process.pid)
+        self._incoming = Incoming()
+        self._end: tuple[int, str] | None = None
+        self._said_ready = False
+        self._pending = pickle.dumps(load)
+        self.timed_out = False
+
+    def wait_until_ready(self, seconds: float) -> str | None:
+        """Why the reward cannot be used, or None once it can; ``ProcessEnded`` when it is gone or
+        the time is up."""
+        if self._said_ready:
+            return None
+        if self._pending:
+            self._send(self._pending, seconds)
+            self._pending = b""
+        message = self.receive(seconds)
+        if message is None:
+            self.end()
+            raise ProcessEnded(f"it was not loaded within {seconds:g} s")
+        if message[0] == "fault":
+            self.end()
+            return str(message[1])
+        self._said_ready = True
+        return None
+
+    def send(self, work: Work, seconds: float) -> None:
+        """Hand over items to score."""
+        self._send(pickle.dumps(work), seconds)
+
+    def _send(self, body: bytes, seconds: float) -> None:
+        self._connection.settimeout(max(seconds, 0.01))
+        try:
+            send_body(self._connection, body)
+        except OSError as error:
+            raise ProcessEnded(self._cause()) from error
+        finally:
+            self._connection.settimeout(None)
+
+    def receive(self, seconds: float) -> list[Any] | None:
+        """The next message, or None when none came in time."""
+        deadline = time.monotonic() + seconds
+        while (message := self._next()) is None:
+            left = max(0.0, deadline - time.monotonic())
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            poll.register(self._watch, select.POLLIN)
+            ready = dict(poll.poll(left * 1000))
+            if self._connection.fileno() in ready:
+                piece = self._read()
+                if piece:
+                    self._incoming.add(piece)
+                    continue
+                raise ProcessEnded(self._cause())
+            if ready:
+                raise ProcessEnded(self._cause())
+            if not left:
+                return None
+        return message
+
+    def _read(self) -> bytes:
+        try:
+            return self._connection.recv(1 << 20)
+        except ConnectionError:
+            return b""
+
+    def _next(self) -> list[Any] | None:
+        try:
+            body = self._incoming.next()
+            message = None if body is None else json.loads(body)
+        except ValueError as error:
+            self.end()
+            raise ProcessEnded(f"its process wrote something else than messages: {error}") from None
+        if message is not None and not (isinstance(message, list) and message):
+            self.end()
+            raise ProcessEnded("its process wrote something else than messages")
+        return message
+
+    def _cause(self) -> str:
+        """How it ended; whether its own deadline did it, with the stack at that time."""
+        code, stack = self._finish(patience=_LEAVE_SECONDS)
+        if stack.startswith("Timeout"):
+            self.timed_out = True
+            return f"did not end in time; it was at\n{_latest_calls(stack)}"
+        if code < 0:
+            return f"ended its process by {signal.Signals(-code).name}"
+        return f"ended its process with exit code {code}"
+
+    def end(self) -> None:
+        """End it and what it started. Safe to call again."""
+        self._finish(patience=0.0)
+
+    def _finish(self, patience: float) -> tuple[int, str]:
+        """Its exit code (-N: by signal N) and the stack that it left; it gets ``patience``
+        seconds to leave on its own."""
+        if self._end is None:
+            select.select([self._watch], [], [], patience)
+            # The group first: until its leader is waited for, no other process can get its id.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._process.wait(_KILL_SECONDS)
+            stack = os.pread(self._stack, _STACK_BYTES, 0).decode(errors="replace")
+            self._end = code, stack
+            self._connection.close()
+            os.close(self._stack)
+            os.close(self._watch)
+        return self._end
+
+
+def _latest_calls(stack: str) -> str:
+    """The innermost calls of what faulthandler wrote, of the thread that was at work."""
+    lines = [line.strip() for line in stack.splitlines() if line.startswith("  File")]
+    users = itertools.takewhile(lambda line: _OURS not in line, lines)
+    return "\n".join([*users][:_SHOWN_CALLS])
