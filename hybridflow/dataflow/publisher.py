@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -51,8 +52,8 @@ class Publisher:
         section = plan.recipe.roles.servers
         self._staleness = section.max_staleness
         self._actor, self._on_event = actor, on_event
-        self._shared = own_folder(section.sync.directory)
-        self._sync: SyncSettings = settings(plan, str(self._shared))
+        self.shared = own_folder(section.sync.directory)
+        self._sync: SyncSettings = settings(plan, str(self.shared))
         self._wiring = _wiring(plan, actor, engines, self._sync)
         self._links = {
             engine.name: _Link(number, engine, self._sync.seconds)
@@ -60,6 +61,8 @@ class Publisher:
         }
         self._held = dict.fromkeys(self._links, 0)
         self._moved = False
+        # A version on disk that is written anew must have no other reader meanwhile.
+        self._sending_again = threading.Lock()
         actor.run(ModelWorker.connect, self._wiring)
         for link in self._links.values():
             link.connect(self._wiring)
@@ -139,7 +142,8 @@ class Publisher:
                 self.fleet.quarantine(name, EngineFault(fault.reason, fault.log))
 
     def _send(self, endpoints: Mapping[int, Any], version: int) -> Any:
-        return self._actor.run(ModelWorker.send, endpoints, version)
+        seconds = _PHASES_OF_A_DEADLINE * self._sync.seconds + GRACE_SECONDS
+        return self._actor.run(ModelWorker.send, endpoints, version, timeout=seconds)
 
     def _repair(self, engine: RolloutEngine) -> int:
         """A new server with the present version, proven: from the engine's own standby where that
@@ -166,7 +170,8 @@ class Publisher:
                 engine.name,
                 EngineFault(f"it takes part again with the next publication ({why})"),
             )
-        report = publish_to([link], self._send, version, overlaps=self._sync.overlaps)
+        with self._sending_again:
+            report = publish_to([link], self._send, version, overlaps=self._sync.overlaps)
         for fault in (*report.failed.values(), *report.behind.values()):
             raise EngineFailed(engine.name, EngineFault(fault.reason, fault.log))
         self._held[engine.name] = version
@@ -179,7 +184,7 @@ class Publisher:
     def close(self) -> None:
         """Take no more requests, and remove what was written."""
         self.fleet.close()
-        shutil.rmtree(self._shared, ignore_errors=True)
+        shutil.rmtree(self.shared, ignore_errors=True)
 
 
 class _Link:

@@ -29,7 +29,6 @@ from hybridflow.weight_sync.delta_manifest import (
     WEIGHTS,
     Manifest,
     TensorDelta,
-    is_delta,
 )
 from hybridflow.weight_sync.version import check_space, check_weight, read_config, write_version
 from megatron_bridge.huggingface.safetensors_file import DTYPE_NAMES, SafetensorsFile
@@ -67,8 +66,8 @@ class VersionWriter:
 
         Args:
             weights: as for ``write_version``.
-            full: a reader could not use the delta (``NeedsFull``): a full version now, which
-                takes the place of a delta of the same version.
+            full: a reader could not use what was written (``NeedsFull``): a full version now,
+                which takes the place of the same version.
 
         Raises:
             ValueError: for faulty weights, a version that is not newer than the last one, or too
@@ -78,9 +77,7 @@ class VersionWriter:
         if full or state is None or self._since_full + 1 >= self._full_every:
             if state is not None:
                 state.close()
-            if full and is_delta(target := self._directory / f"v{version}"):
-                shutil.rmtree(target)
-            return self._write_full(weights, version)
+            return self._write_full(weights, version, replace=full)
         try:
             target = self._write_delta(state, weights, version)
         except BaseException:
@@ -89,8 +86,10 @@ class VersionWriter:
         self._state, self._since_full = state, self._since_full + 1
         return target
 
-    def _write_full(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Path:
-        target = write_version(self._directory, weights, self._source, version)
+    def _write_full(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, replace: bool
+    ) -> Path:
+        target = write_version(self._directory, weights, self._source, version, replace=replace)
         self._since_full = 0
         if self._full_every > 1:
             try:

@@ -1,7 +1,8 @@
 """Versions through a folder that trainer and servers both see: whole HuggingFace tensors.
 
 Trainer rank 0 gathers and writes; each server loads the folder by itself, so that any server takes
-it whatever its own layout. What it then holds is proven by digest.
+it whatever its own layout. The files are proven before the server loads them, and what it then
+holds after, both by digest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.weight_sync.checksum import ServerDigest
-from hybridflow.weight_sync.delta import VersionWriter, whole_version
+from hybridflow.weight_sync.delta import VersionWriter, is_delta, whole_version
+from hybridflow.weight_sync.disk_proof import TensorHashes, require_tensors
 from hybridflow.weight_sync.inbox import WeightMismatch
 from hybridflow.weight_sync.live_digest import live_digest
 from hybridflow.weight_sync.version import remove_versions
@@ -30,11 +32,13 @@ class WrittenVersion:
 
     Attributes:
         bytes: written for it.
+        tensors: SHA-256 of each tensor of a full version; a delta has its own.
     """
 
     version: int
     checksum: str
     bytes: int
+    tensors: Mapping[str, str]
 
 
 class DiskOutbox:
@@ -48,23 +52,33 @@ class DiskOutbox:
         self._wiring, self._rank, self._export = wiring, rank, export
         self._directory = Path(wiring.sync.directory)
         self._writer: VersionWriter | None = None
+        self._written: int | None = None
         if rank == 0:
             every = wiring.sync.full_every or 1
             self._writer = VersionWriter(self._directory, wiring.model_path, local, every)
 
     def send(self, endpoints: Mapping[int, Any], version: int) -> WrittenVersion | None:
-        """Write ``directory``/v``version``; rank 0 says what it wrote."""
+        """Write ``directory``/v``version``; rank 0 says what it wrote.
+
+        The same version once more is a full one in its place: somebody could not use the first.
+        """
         weights = self._export()
         if self._writer is None:
             for _ in weights:
                 raise AssertionError("only rank 0 receives exported weights")
             return None
-        remove_versions(self._directory, keep=version - 1)
+        again = version == self._written
+        if not again:
+            remove_versions(self._directory, keep=version - 1)
         wiring = self._wiring
         digest = ServerDigest(wiring.config, wiring.tp, wiring.ep, wiring.device)
-        folder = self._writer.write(digest.watch(weights), version)
+        hashes = TensorHashes(wiring.config)
+        watched = hashes.watch(digest.watch(weights))
+        folder = self._writer.write(watched, version, full=again)
+        self._written = version
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
-        return WrittenVersion(version, digest.result(), size)
+        tensors = {} if is_delta(folder) else hashes.tensors
+        return WrittenVersion(version, digest.result(), size, tensors)
 
     def close(self) -> None:
         """Give the last version's bytes back."""
@@ -90,10 +104,17 @@ class DiskInbox:
         """Nothing comes before the trainer has written all of it."""
 
     def prove(self, version: int, proofs: Sequence[WrittenVersion | None]) -> None:
-        """Find the version whole, or build it from deltas, whose digests are compared."""
+        """Find the version whole, or build it from deltas; either way each tensor's bytes are what
+        the trainer wrote.
+
+        Raises:
+            NeedsFull, WeightMismatch: they are not, or are missing.
+        """
         written = proofs[0]
         assert written is not None and written.version == version, proofs
         folder = whole_version(self._directory, version, self._local)
+        if folder.parent == self._directory:  # what was built from deltas is proven so far
+            require_tensors(folder, written.tensors)
         self._ready, self.bytes = (written, folder), written.bytes
         remove_versions(self._local, keep=version)
 

@@ -103,6 +103,11 @@ def _mend(attempt: _Attempt, send: Send, overlaps: bool) -> dict[int, Fault]:
         again = _Attempt(attempt.version, links)
         again.run(send, overlaps)
         attempt.take(again)
+    for engine, fault in list(attempt.faults.items()):
+        cause = first[engine]
+        if fault is not cause:
+            told = f"{fault.reason} (the second try; the first: {cause.reason})"
+            attempt.faults[engine] = Fault(told, fault.log or cause.log)
     return {engine: fault for engine, fault in first.items() if engine not in attempt.faults}
 
 

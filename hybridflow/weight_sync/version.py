@@ -31,17 +31,20 @@ def write_version(
     weights: Iterable[tuple[str, torch.Tensor]],
     source_model_folder: str | Path,
     version: int,
+    *,
+    replace: bool = False,
 ) -> Path:
     """Write `directory`/v`version`, a HuggingFace folder, and return its path.
 
     `weights` yields full (HuggingFace name, tensor) pairs in any order, all of one dtype; the
     config is copied from `source_model_folder` and its tokenizer's files are linked. It is written
-    aside and renamed, so a folder of that name is always whole. ValueError for missing, unknown or
-    repeated names, a wrong shape, or too little space.
+    aside and renamed, so a folder of that name is always whole. With `replace` it takes the place
+    of one that is there, which nobody may be reading. ValueError for missing, unknown or repeated
+    names, a wrong shape, or too little space.
     """
     source, parent = Path(source_model_folder), Path(directory)
     target = parent / f"v{version}"
-    if target.exists():
+    if target.exists() and not replace:
         raise ValueError(f"{target} exists already; a version is written once.")
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = read_config(source)
@@ -50,6 +53,8 @@ def write_version(
     try:
         dtype = _write_weights(aside / "model.safetensors", weights, config)
         _add_companions(source, aside, config, dtype)
+        if target.exists():
+            shutil.rmtree(target)
         aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

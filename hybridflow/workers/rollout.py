@@ -25,6 +25,7 @@ from megatron_bridge.reshard import Seat
 from megatron_bridge.runtime import device
 
 if TYPE_CHECKING:
+    from hybridflow.rollout.client import RolloutClient
     from hybridflow.rollout.engines import GenerateRequest
     from hybridflow.rollout.launch import Server, ServerConfig
     from hybridflow.rollout.protocol import Sample
@@ -64,6 +65,7 @@ class RolloutWorker:
             )
         self._folder = own_folder(sync_parent or memory())
         self._side: EngineSide | None = None
+        self._publication_seconds: float | None = None
         self._config = replace(server, device=kind, gpus=gpus, sync_folder=self._folder)
         self._hang_seconds = hang_seconds
         try:
@@ -75,6 +77,13 @@ class RolloutWorker:
     def _use(self, server: Server) -> None:
         self._server = server
         self._client = server.client()
+        self._publishing: RolloutClient | None = None
+
+    def _publication_client(self) -> RolloutClient:
+        """A client of the present server whose calls have the publication's deadline."""
+        if self._publishing is None:
+            self._publishing = self._server.client(self._publication_seconds)
+        return self._publishing
 
     @transfer(ONE_TO_ALL)
     def generate(self, request: GenerateRequest) -> Batch | EngineFault:
@@ -159,7 +168,8 @@ class RolloutWorker:
         if self._side is not None:
             self._side.close()
         inbox = make_inbox(wiring, engine, self._folder, this_node().address)
-        self._side = EngineSide(engine, inbox, lambda: self._client, wiring.sync.pause)
+        self._side = EngineSide(engine, inbox, self._publication_client, wiring.sync.pause)
+        self._publication_seconds = wiring.sync.seconds
 
     @transfer(ONE_TO_ALL, beside=True)
     def publication(self, phase: str, version: int, *args: Any) -> PhaseReport:
@@ -184,4 +194,6 @@ class RolloutWorker:
 
     def _stop_server(self) -> None:
         self._client.close()
+        if self._publishing is not None:
+            self._publishing.close()
         self._server.stop()

@@ -112,6 +112,16 @@ def spoil(publisher: Publisher) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def damage(publisher: Publisher, name: str) -> None:
+    """Change a byte in the middle of a file of the version that is being published."""
+    (path,) = publisher.shared.glob(f"v{publisher.version}/{name}")
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
 def answered(publisher: Publisher) -> set[int]:
     """Versions of the tokens that the fleet answers."""
     rows = Ragged.from_rows([[2 + number, 3, 5] for number in range(12)], torch.int64)
@@ -177,6 +187,34 @@ def test_an_engine_that_is_behind_serves_as_long_as_the_recipe_allows(
     assert [kind for kind, _ in publishers.kinds()[1:]] == ["quarantine", "repair", "readmission"]
     assert publishers.versions() == [str(second)] * 2
     assert answered(publisher) == {second}
+
+
+@pytest.mark.parametrize(("full_every", "name"), [(None, "model.safetensors"), (4, "delta.json")])
+def test_a_damaged_file_is_written_anew(
+    publishers: Publishers, full_every: int | None, name: str
+) -> None:
+    """It never comes into a server: engines that read it say so before they load."""
+    publisher = publishers.connect(transport="disk", full_every=full_every)
+    before(publisher, "prove", lambda: damage(publisher, name))
+    version = publisher.publish()
+    assert publisher.last is not None and not (publisher.last.failed or publisher.last.behind)
+    assert 1 in publisher.last.mended
+    assert {kind for kind, _ in publishers.kinds()} == {"repair"}
+    assert "at the second try: prove: " in publishers.events[0].text
+    assert publishers.versions() == [str(version)] * 2
+    assert answered(publisher) == {version}
+    assert publisher.publish() == version + 1 and not publisher.last.mended
+
+
+@pytest.mark.slow
+def test_a_worker_that_lost_its_versions_gets_a_full_one(publishers: Publishers) -> None:
+    publisher = publishers.connect(transport="disk", full_every=4)
+    before(publisher, "load", publisher.fleet.engines[1].close)
+    version = publisher.publish()
+    assert [kind for kind, _ in publishers.kinds()] == ["quarantine", "repair", "readmission"]
+    assert publishers.versions() == [str(version)] * 2
+    assert publisher.publish() == version + 1
+    assert publishers.versions() == [str(version + 1)] * 2
 
 
 @pytest.mark.slow
