@@ -16,6 +16,7 @@ from hybridflow.data import (
     load_dataset,
     load_tokenizer,
 )
+from hybridflow.dataflow.control import Routes, answering, listening
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
@@ -52,6 +53,7 @@ def train(
     with ExitStack() as stack:
         begin_end = stack.enter_context(orderly_end())
         tokenizer = load_tokenizer(plan.recipe.model.path)
+        port = stack.enter_context(listening(plan.recipe.control))
         feeds = _feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
         records = stack.enter_context(_records(plan, folder, resume, options))
@@ -62,6 +64,8 @@ def train(
             told = (records.fleet_event, folder.note_version)
             team = Team(plan, session, plan.stages[0], *told, state)
             stack.callback(team.close)
+            routes = Routes(plan, team, records.pulse)
+            stack.enter_context(answering(port, routes, folder.path, records.event))
             runner = runner or _concurrent(stack)
 
             def decode(rows: list[list[int]]) -> list[str]:

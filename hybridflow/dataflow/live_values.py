@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hybridflow.dataflow.state import LiveValue
 from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.ranges import LARGEST
@@ -19,25 +21,26 @@ def live_values(plan: Plan) -> list[LiveValue]:
     nodes = [node for stage in plan.stages for node in stage.graph.nodes]
     older = _OLDER_SAMPLES if any(node.delay for node in nodes) else ""
     rate, fastest = plan.stages[0].optimizer.lr, max(s.optimizer.lr for s in plan.stages)
-    coef = algorithm.kl.coef
+    coef, bonus = algorithm.kl.coef, algorithm.entropy_coef
     least = min(1e-6, coef) if algorithm.kl.adaptive else 0  # times anything, 0 stays 0
+    run, actor = partial(LiveValue, fixed=_RUNS), partial(LiveValue, role="actor")
     return [
-        LiveValue("step", 0, 0, LARGEST, "steps that have ended, over all stages", fixed=_RUNS),
-        LiveValue("weight_version", 0, 0, LARGEST, "version that the servers hold", fixed=_RUNS),
-        LiveValue("actor_lr", rate, 0, max(1.0, fastest), "peak of the actor's learning rate"),
-        LiveValue("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
+        run("step", 0, 0, LARGEST, "steps that have ended, over all stages"),
+        run("weight_version", 0, 0, LARGEST, "version that the servers hold"),
+        actor("actor_lr", rate, 0, max(1.0, fastest), "peak of the learning rate"),
+        actor("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
+        actor("entropy_coef", bonus, 0, max(10.0, bonus), "weight of the entropy"),
         *([] if rollout is None else _of_sampling(rollout.sampling, older)),
     ]
 
 
 def _of_sampling(sampling: SamplingSection, older: str) -> list[LiveValue]:
     """``older``: why the temperature is fixed, if it is."""
-    tokens, heat = sampling.max_tokens, sampling.temperature
+    tokens, heat, mass = sampling.max_tokens, sampling.temperature, sampling.top_p
+    rollout = partial(LiveValue, role="rollout")
     return [
-        LiveValue(
-            "temperature", heat, min(0.01, heat), max(10.0, heat), "of sampling", fixed=older
-        ),
-        LiveValue("top_p", sampling.top_p, min(0.01, sampling.top_p), 1, "mass to draw from"),
-        LiveValue("top_k", sampling.top_k, -1, LARGEST, "tokens to draw from; -1: all", (0,)),
-        LiveValue("max_tokens", tokens, 1, tokens, "most tokens of a response"),
+        rollout("temperature", heat, min(0.01, heat), max(10.0, heat), "of logits", fixed=older),
+        rollout("top_p", mass, min(0.01, mass), 1, "mass of tokens to draw from"),
+        rollout("top_k", sampling.top_k, -1, LARGEST, "tokens to draw from; -1: all", (0,)),
+        rollout("max_tokens", tokens, 1, tokens, "most tokens of a response"),
     ]

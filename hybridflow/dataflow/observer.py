@@ -41,9 +41,13 @@ class Observer:
         found = self._rewards(outcome)
         for node in self._ran(self._generating, outcome):
             found |= self._lengths(node, outcome.results[node.name])
+            if node.name not in self._evaluated:
+                took = outcome.timings.seconds[node.name]
+                found["generate/seconds"] = found.get("generate/seconds", 0.0) + took
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
             found |= {f"update/{name}": value for name, value in measured.items()}
+            found["update/seconds"] = outcome.timings.seconds[node.name]
         for node in self._ran(self._measuring, outcome):
             measured = outcome.results[node.name]["metrics"]
             found |= {f"eval/{name}": value for name, value in measured.items()}

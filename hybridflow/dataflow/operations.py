@@ -51,14 +51,14 @@ def _operation(node: Node, around: Surroundings) -> Operation:
 def _call_function(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     known = signature(None, node.function)
     assert known is not None, f"unknown function in a checked graph: {node.function}"
-    algorithm = around.recipe.algorithm
+    algorithm, state = around.recipe.algorithm, around.team.state
     told = FunctionContext(
         step=context.step - 1,
         seed=around.recipe.seed,
         normalize_by_std=algorithm.normalize_by_std,
         prompts_per_step=around.stage.prompts_per_step,
-        kl_coef=around.team.state["kl_coef"],
-        max_tokens=around.team.state["max_tokens"],
+        kl_coef=state["kl_coef"],
+        max_tokens=int(state["max_tokens"]) if "max_tokens" in state else 0,
         previous=context.previous,
     )
     data = FUNCTIONS[str(node.function)](batch, told, **node.options)

@@ -20,7 +20,7 @@ from hybridflow.recipe.output import LOCK_FILE, output_problem
 STATE_FILE = "state.json"
 RECIPE_FILE = "recipe.yaml"
 VERSION_FILE = "weight_version"
-MAY_CHANGE = frozenset({"steps", "output", "evaluation", "checkpoint", "export"})
+MAY_CHANGE = frozenset({"steps", "output", "evaluation", "checkpoint", "control", "export"})
 
 
 @dataclass(frozen=True)

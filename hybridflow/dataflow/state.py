@@ -7,13 +7,14 @@ sees the same values.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.recipe.names import advice
+
+_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class LiveValue:
         low, high: bounds, both allowed.
         never: numbers between the bounds that are refused.
         fixed: why nobody may change it in this run; empty where one may.
+        role: whose it is; empty for the run's.
     """
 
     name: str
@@ -34,6 +36,7 @@ class LiveValue:
     description: str = ""
     never: tuple[float, ...] = ()
     fixed: str = ""
+    role: str = ""
 
     def __post_init__(self) -> None:
         if problem := self.problem(self.start):
@@ -43,13 +46,14 @@ class LiveValue:
         """Why ``value`` does not fit, or None."""
         whole = isinstance(self.start, int)
         kinds = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-            return f"'{self.name}' is a {'whole' if whole else 'finite'} number, not {value!r}"
+        if isinstance(value, bool) or not isinstance(value, kinds) or value != value:
+            kind = "whole" if whole else "finite"
+            return f"'{self.name}' is a {kind} number, not {repr(value)[:_MOST_SHOWN]}"
         if not self.low <= value <= self.high or value in self.never:
             besides = f" and never {', '.join(map(str, self.never))}" if self.never else ""
             return (
-                f"'{self.name}' = {value:g} is out of bounds: it is between {self.low:g} and "
-                f"{self.high:g}{besides}"
+                f"'{self.name}' = {repr(value)[:_MOST_SHOWN]} is out of bounds: it is between "
+                f"{self.low:g} and {self.high:g}{besides}"
             )
         return None
 
@@ -154,6 +158,10 @@ class SharedState:
     def moved(self) -> dict[str, float]:
         """The values in force of all names that a change has ever touched."""
         return {name: self._in_force[name] for name in sorted(self._moved)}
+
+    def in_force(self) -> dict[str, float]:
+        """Every value that this step reads."""
+        return dict(self._in_force)
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """Every value by name: in force, accepted, bounds, and why it is fixed, if it is."""

@@ -147,7 +147,7 @@ class Team:
             tau_negative=gate.tau_negative,
             kl_coef=self.state["kl_coef"],
             kl_estimator=algorithm.kl.estimator,
-            **(_corrections(algorithm) if stage.generates else {}),
+            **(_corrections(algorithm, self.state) if stage.generates else {}),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.temperature(stage),
@@ -210,14 +210,14 @@ class Team:
             self.publisher.close()
 
 
-def _corrections(algorithm: AlgorithmSection) -> dict[str, Any]:
+def _corrections(algorithm: AlgorithmSection, state: SharedState) -> dict[str, Any]:
     """Settings of losses of sampled responses, which a supervised stage has no use for."""
     told, mask = algorithm.rollout_correction, algorithm.off_policy_mask
     correction = told and CorrectionSettings(
         told.method, told.level, low=told.low or 1 / told.high, high=told.high
     )
     return {
-        "entropy_coef": algorithm.entropy_coef,
+        "entropy_coef": state["entropy_coef"],
         "measure_entropy": algorithm.entropy,
         "correction": correction,
         "off_policy_bound": mask and mask.bound,

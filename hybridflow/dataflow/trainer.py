@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybridflow.dataflow import controllers
+from hybridflow.dataflow.control import Pulse, StepRecord
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.observer import Decode, Observer
 from hybridflow.dataflow.operations import Surroundings, operations
@@ -27,6 +28,14 @@ class Records:
 
     writer: RunWriter
     console: Console
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def step(self, record: StepRecord) -> None:
+        """Keep and show a step."""
+        told = (record.step, record.stage, record.metrics, record.node_seconds, record.seconds)
+        self.writer.step(*told)
+        self.console.step(*told)
+        self.pulse.beat(record)
 
     def event(self, kind: str, text: str) -> None:
         """Keep and show one line."""
@@ -138,11 +147,10 @@ class Trainer:
         if "update/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["update/tokens"] / seconds
         metrics |= {f"state/{name}": value for name, value in self._state.moved().items()}
-        nodes = outcome.timings.seconds
-        writer = self._records.writer
-        writer.rollouts(context.step, observer.rollouts(outcome), stage=context.stage)
-        writer.step(context.step, context.stage, metrics, nodes, seconds)
-        self._records.console.step(context.step, context.stage, metrics, nodes, seconds)
+        rollouts = observer.rollouts(outcome)
+        self._records.writer.rollouts(context.step, rollouts, stage=context.stage)
+        place = (context.stage, context.step, context.global_step)
+        self._records.step(StepRecord(*place, metrics, outcome.timings.seconds, seconds))
         return metrics
 
     def _save(self, index: int, stage: Stage, context: StepContext) -> str:

@@ -19,6 +19,7 @@ from hybridflow.recipe.ranges import (
     Seed,
     Text,
 )
+from hybridflow.recipe.schema_control import ControlSection
 from hybridflow.recipe.schema_roles import RolesSection
 from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.source import KeyPath
@@ -264,6 +265,9 @@ class Recipe(Section):
         default=None, description="evaluation while training"
     )
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
+    control: ControlSection | None = Field(
+        default=None, description="an HTTP port while the run goes on; null: none"
+    )
     export: bool = Field(default=True, description="write the final model in HuggingFace format")
 
     _origins: dict[KeyPath, str] = PrivateAttr(default_factory=lambda: {(): "recipe"})

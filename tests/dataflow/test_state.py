@@ -134,7 +134,7 @@ def test_what_is_saved_goes_on(changes: list[dict[str, float]]) -> None:
     [
         ({"version": 1}, "no saved live values"),
         ({"version": 1, "moved": [], "values": {"lost": 1.0}}, "no live value 'lost'"),
-        ({"version": 1, "moved": [], "values": {"coef": 2.0}}, "'coef' = 2 is out of bounds"),
+        ({"version": 1, "moved": [], "values": {"coef": 2.0}}, "'coef' = 2.0 is out of bounds"),
     ],
 )
 def test_what_does_not_fit_is_not_restored(saved: dict, message: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybridflow.recipe.checks import (
     algorithm,
+    control,
     data,
     dataflow,
     model,
@@ -33,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     *roles.CHECKS,
     *rewards.CHECKS,
     *output.CHECKS,
+    *control.CHECKS,
 )
 
 

@@ -8,6 +8,7 @@ from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.ranges import LARGEST
 from hybridflow.recipe.schema import AlgorithmSection
 
 
@@ -114,7 +115,8 @@ def reward_faults(context: Context) -> Iterator[Fault]:
 
 def loop_faults(context: Context) -> Iterator[Fault]:
     """Fields that are to be kept but are not given, and a buffer longer than a response."""
-    longest = context.recipe.roles.rollout.sampling.max_tokens
+    rollout = context.recipe.roles.rollout
+    longest = LARGEST if rollout is None else rollout.sampling.max_tokens
     for stage in context.stages:
         for node in stage.graph.nodes:
             if node.function == "accumulate_signal":

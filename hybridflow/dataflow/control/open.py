@@ -1,0 +1,77 @@
+"""The control port's life: opened with the run, known to its folder, closed at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridflow.dataflow.control.routes import Routes
+from hybridflow.dataflow.control.server import ControlServer
+from hybridflow.dataflow.run_folder import write_aside
+from hybridflow.recipe.schema_control import ControlSection
+
+ADDRESS_FILE = "control.json"
+
+
+@contextmanager
+def listening(control: ControlSection | None) -> Iterator[ControlServer | None]:
+    """The port, which answers nothing yet; None where the recipe wants none.
+
+    Raises:
+        ValueError: the address cannot be had, or the token is missing.
+    """
+    if control is None:
+        yield None
+        return
+    try:
+        server = ControlServer(control.host, control.port, _token(control))
+    except OSError as error:
+        raise ValueError(
+            f"control: {control.host}:{control.port} cannot be listened on: {error}; name another "
+            "port, or 0 for any"
+        ) from error
+    try:
+        yield server
+    finally:
+        server.server_close()
+
+
+@contextmanager
+def answering(
+    server: ControlServer | None, routes: Routes, folder: Path, tell: Callable[[str, str], None]
+) -> Iterator[None]:
+    """Answers while the block runs.
+
+    Args:
+        folder: of the run, which keeps the address in ``control.json`` for that time.
+        tell: is given the kind and text of an event.
+    """
+    if server is None:
+        yield
+        return
+    address = folder / ADDRESS_FILE
+    server.start(routes.table())
+    try:
+        write_aside(address, json.dumps({"url": server.url, "pid": os.getpid()}))
+        tell("control", f"{server.url} answers; GET /v1/models says what may be changed")
+        yield
+    finally:
+        server.stop()
+        address.unlink(missing_ok=True)
+
+
+def _token(control: ControlSection) -> str | None:
+    if control.token_env is None:
+        if control.is_loopback:
+            return None
+        raise ValueError("control.host: other machines need a token; set control.token_env")
+    token = os.environ.get(control.token_env, "")
+    if not token.strip():
+        raise ValueError(
+            f"control.token_env: the environment has no {control.token_env}; set it to a secret of "
+            "your choice before the run"
+        )
+    return token
