@@ -11,6 +11,7 @@ import torch
 
 from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
+from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
 from hybridflow.dataflow.reward_roles import reload_reward, reward_settings
 from hybridflow.dataflow.state import SharedState
@@ -46,6 +47,7 @@ class Team:
     Attributes:
         groups: every role's group, but for the rollout engines, which are the fleet's.
         memory: of the models beside the rollout, the fullest rank's, as last measured.
+        between: what other threads want done between steps.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
 
@@ -61,6 +63,7 @@ class Team:
         recipe = plan.recipe
         self.recipe = recipe
         self.state = state
+        self.between = BetweenSteps()
         self.kinds = recipe.roles.kinds()
         self._version = 0
         self.memory: dict[str, float] = {}

@@ -133,6 +133,7 @@ class Trainer:
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
         for step in range(done + 1, stage.steps + 1):
             self._state.apply()
+            self._team.between.run("reload", self._records.event)
             start = time.perf_counter()
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
             self._state.put(step=before + step, weight_version=self._team.version)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.between_steps import BetweenSteps, Errand
 from hybridflow.dataflow.control import Pulse, StepRecord, listening
 from hybridflow.dataflow.control import server as control_server
 from hybridflow.dataflow.control.prometheus import exposition
@@ -24,6 +25,7 @@ from hybridflow.dataflow.control.routes import health
 from hybridflow.dataflow.control.server import ControlServer, Reply, Request
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.runner import SerialRunner
+from hybridflow.dataflow.state import StateConflict
 from hybridflow.monitor import read_events, read_metrics
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Graph
@@ -257,6 +259,9 @@ class Visitor(SerialRunner):
     def patch(self, body: Any) -> requests.Response:
         return requests.patch(self.url + "/v1/state", json=body, timeout=SECONDS)
 
+    def reload(self, role: str, body: Any) -> requests.Response:
+        return requests.post(self.url + f"/v1/reward/{role}/reload", json=body, timeout=SECONDS)
+
     def _visit(self) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "health": self.get("/health"),
@@ -267,6 +272,13 @@ class Visitor(SerialRunner):
             told = {"values": {"actor_lr": 5e-4, "max_tokens": 3}, "by": "a test", "version": 0}
             seen["accepted"] = self.patch(told)
             seen["late"] = self.patch(told)
+            seen["reloads"] = [
+                self.reload("reward", {"parameters": {"strip": False}, "by": "a test"}),
+                self.reload("reward", {}),
+                self.reload("rewrad", {}),
+                self.reload("reward", {"parameters": 1}),
+                self.reload("reward", {"parameter": {}}),
+            ]
             seen["fixed"] = self.patch({"values": {"step": 1, "top_p": 0.5}})
             seen["refused"] = [
                 self.patch(body)
@@ -312,7 +324,8 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
     assert roles["rollout"]["version"] == 2 and roles["rollout"]["engines"] == {
         "rollout": "serving"
     }
-    assert roles["reward"]["function"] == "exact_match"
+    assert roles["reward"]["functions"] == {"reward": "exact_match"}
+    assert re.match("reload of 'reward' by a test at 127.*: done$", roles["reward"]["reload"])
     rate = roles["actor"]["values"]["actor_lr"]
     assert (rate["value"], rate["low"], rate["high"]) == (5e-4, 0, 1.0)
 
@@ -322,6 +335,8 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
     assert first["late"].status_code == first["fixed"].status_code == 409
     assert "for version 0, but the live values have version 1" in first["late"].json()["error"]
     assert "'step' is fixed" in first["fixed"].json()["error"]
+    assert [answer.status_code for answer in first["reloads"]] == [202, 409, 404, 422, 422]
+    assert "did you mean 'reward'" in first["reloads"][2].json()["error"]
     texts = [answer.json()["error"] for answer in first["refused"]]
     assert [answer.status_code for answer in first["refused"]] == [422] * len(texts)
     assert "'temperature' = 99 is out of bounds: it is between 0.01 and 10" in texts[0]
@@ -336,6 +351,24 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
     assert not (folder / "control.json").exists()
     with pytest.raises(requests.ConnectionError):
         visitor.get("/health")
+
+
+def test_errands_run_once_and_may_fail() -> None:
+    told: list[tuple[str, str]] = []
+    between = BetweenSteps()
+
+    def broken() -> None:
+        raise ValueError("no such thing")
+
+    between.ask("a", Errand("work", lambda: None))
+    between.ask("b", Errand("more", broken))
+    with pytest.raises(StateConflict, match="work is to happen before the next step"):
+        between.ask("a", Errand("again", lambda: None))
+    assert between.status("a") == "work: before the next step" and between.status("c") == ""
+    between.run("errand", lambda kind, text: told.append((kind, text)))
+    between.run("errand", lambda kind, text: told.append((kind, text)))
+    assert told == [("errand", "work: done"), ("errand", "more: failed; no such thing")]
+    assert between.status("b") == "more: failed; no such thing"
 
 
 def test_a_run_that_stands_still_is_not_healthy() -> None:

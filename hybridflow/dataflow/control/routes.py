@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.control import prometheus
 from hybridflow.dataflow.control.pulse import Pulse
 from hybridflow.dataflow.control.server import Refused, Reply, Request, Route
@@ -15,7 +18,6 @@ from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema_control import ControlSection
 
-_CHANGE = ("values", "version", "by")
 _MOST_NAME = 100
 
 
@@ -35,6 +37,7 @@ class Routes:
             ("GET", "/v1/models"): self.models,
             ("GET", "/v1/state"): self.state,
             ("PATCH", "/v1/state"): self.change,
+            ("POST", "/v1/reward/*/reload"): self.reload,
         }
 
     def health(self, request: Request) -> Reply:
@@ -61,6 +64,7 @@ class Routes:
                 "kind": kinds[role],
                 **_layout(self._plan, role, kinds[role]),
                 **self._version(role, kinds[role]),
+                **self._reloads(role),
                 "values": {n: v for n, v in values.items() if self._state.declared[n].role == role},
             }
             for role in self._plan.roles
@@ -69,24 +73,31 @@ class Routes:
 
     def change(self, request: Request) -> Reply:
         """Accept a change of live values: ``{"values": {...}, "version": n, "by": name}``."""
-        body = request.body
-        if not isinstance(body, dict) or not isinstance(body.get("values"), dict):
+        body = _mapping(request, ("values", "version", "by"))
+        if not isinstance(body.get("values"), dict):
             raise Refused(422, 'the body is {"values": {NAME: NUMBER, ...}}')
-        for key in body.keys() - set(_CHANGE):
-            raise Refused(422, f"unknown key '{key}'; {hint(key, _CHANGE)}")
-        expected, by = body.get("version"), body.get("by", "")
+        expected = body.get("version")
         if expected is not None and type(expected) is not int:
             raise Refused(422, "'version' is the version that the change is for, a whole number")
-        if not isinstance(by, str) or not (by.isprintable() and len(by) <= _MOST_NAME):
-            raise Refused(422, f"'by' is a name of at most {_MOST_NAME} characters")
-        who = f"{by or 'someone'} at {request.client}"
-        try:
-            self._state.change(body["values"], who, expected)
-        except StateConflict as error:
-            raise Refused(409, str(error)) from error
-        except ValueError as error:
-            raise Refused(422, str(error)) from error
+        with _refusals():
+            self._state.change(body["values"], _asker(request), expected)
         return Reply(200, self._told())
+
+    def reload(self, request: Request) -> Reply:
+        """Load a reward role's functions anew before the next step, perhaps with other
+        ``{"parameters": {...}}``."""
+        role, body = request.parameter, _mapping(request, ("parameters", "by"))
+        rewards = [r for r in self._plan.roles if self._team.kinds[r] == "reward"]
+        if role not in rewards:
+            raise Refused(404, f"no reward role '{role}' takes part; {hint(role, rewards)}")
+        parameters = body.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise Refused(422, "'parameters' is a mapping")
+        text = f"reload of '{role}' by {_asker(request)}"
+        work = partial(self._team.reload_reward, role, parameters)
+        with _refusals():
+            self._team.between.ask(role, Errand(text, work))
+        return Reply(202, {"reload": self._team.between.status(role)})
 
     def _told(self) -> dict[str, Any]:
         return {
@@ -95,6 +106,10 @@ class Routes:
             "values": self._state.snapshot(),
         }
 
+    def _reloads(self, role: str) -> dict[str, str]:
+        status = self._team.between.status(role)
+        return {"reload": status} if status else {}
+
     def _version(self, role: str, kind: str) -> dict[str, Any]:
         publisher = self._team.publisher
         if kind == "rollout" and publisher is not None:
@@ -102,6 +117,35 @@ class Routes:
         if role == "actor":
             return {"version": self._team.version}
         return {"version": 0} if kind == "model" else {}
+
+
+def _mapping(request: Request, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The body, empty where there is none; it may have ``keys`` alone."""
+    body = {} if request.body is None else request.body
+    if not isinstance(body, dict):
+        raise Refused(422, f"the body is a mapping with {', '.join(keys)}")
+    for key in body.keys() - set(keys):
+        raise Refused(422, f"unknown key '{key}'; {hint(key, keys)}")
+    return body
+
+
+def _asker(request: Request) -> str:
+    """Who asks: the name that they give themselves, and where from."""
+    by = request.body.get("by", "") if request.body else ""
+    if not isinstance(by, str) or not (by.isprintable() and len(by) <= _MOST_NAME):
+        raise Refused(422, f"'by' is a name of at most {_MOST_NAME} characters")
+    return f"{by or 'someone'} at {request.client}"
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A conflict is a 409, another mistake a 422."""
+    try:
+        yield
+    except StateConflict as error:
+        raise Refused(409, str(error)) from error
+    except ValueError as error:
+        raise Refused(422, str(error)) from error
 
 
 def health(pulse: Pulse, stall_seconds: float) -> Reply:
@@ -130,4 +174,5 @@ def _layout(plan: Plan, role: str, kind: str) -> Mapping[str, Any]:
         assert section is not None, "a rollout that takes part is in the recipe"
         return {"engine": section.engine, "layout": section.parallel.model_dump(), **place}
     section = recipe.roles.rewards()[role]
-    return {"function": section.function, "layout": {"workers": section.workers}}
+    functions = {name: part.function for name, (_, part) in section.parts(role).items()}
+    return {"functions": functions, "layout": {"workers": section.workers}}
