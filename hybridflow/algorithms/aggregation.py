@@ -43,12 +43,13 @@ def token_weights(
         raise ValueError(
             f"aggregation '{aggregation}' is unknown: {hint(aggregation, AGGREGATIONS)}"
         )
-    index_T = torch.repeat_interleave(lengths_S)
-    ones_T = torch.ones(len(index_T)) if kept_T is None else kept_T.float()
-    counts_S = torch.zeros(len(lengths_S)).index_add(0, index_T, ones_T)
+    ones_T = torch.ones(int(lengths_S.sum())) if kept_T is None else kept_T.float()
+    counts_S = lengths_S.float()
+    if kept_T is not None and len(lengths_S):
+        counts_S = torch.segment_reduce(ones_T, "sum", lengths=lengths_S)
     if aggregation == "token_mean":
         return ones_T, float(counts_S.double().sum())
     responses = float(((counts_S > 0) | (lengths_S == 0)).sum())
     if aggregation in ("sequence_mean_token_sum", "constant"):
         return ones_T / (divisor if aggregation == "constant" else 1.0), responses
-    return ones_T / counts_S.clamp(min=1)[index_T], responses
+    return torch.repeat_interleave(1 / counts_S.clamp(min=1), lengths_S).mul_(ones_T), responses

@@ -27,7 +27,7 @@ class TokenMetrics:
 
     def add(self, name: str, values_T: Tensor, count: float | None = None) -> None:
         """Adds values, whose sum is divided by their number or by the ``count``s given."""
-        self._sums[name][0] += values_T.detach().double().sum()
+        self._sums[name][0] += values_T.detach().sum().double()
         self._sums[name][1] += values_T.numel() if count is None else count
 
     def maximum(self, name: str, values_T: Tensor) -> None:

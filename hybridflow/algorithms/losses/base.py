@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from hybridflow.batch import Ragged
 @dataclass(frozen=True)
 class Sequences:
     """Which response each of T tokens belongs to, so that a loss can look at whole responses.
+
+    The tokens of a response lie side by side, responses in order.
 
     Attributes:
         index_T: ``[T]`` int64 response of each token.
@@ -29,11 +32,24 @@ class Sequences:
 
     def mean(self, values_T: Tensor) -> Tensor:
         """``[T]`` the mean over each token's whole response, differentiable."""
-        return (self._sums(values_T) / self.lengths_S.clamp(min=1))[self.index_T]
+        return self.spread(self.means(values_T))
 
     def sum(self, values_T: Tensor) -> Tensor:
         """``[T]`` the sum over each token's whole response, differentiable."""
-        return self._sums(values_T)[self.index_T]
+        return self.spread(self._sums(values_T))
+
+    def means(self, values_T: Tensor) -> Tensor:
+        """``[S]`` the mean over each response, 0 of one without tokens; differentiable."""
+        return self._sums(values_T) / self.lengths_S.clamp(min=1)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """``[T]`` the value of each token's response, differentiable."""
+        return values_S.index_select(0, self.index_T)
+
+    def firsts(self, values_T: Tensor) -> Tensor:
+        """``[S]`` the value of each response's first token; of one without tokens any."""
+        first_S = self.lengths_S.cumsum(0) - self.lengths_S
+        return values_T[first_S.clamp(max=len(values_T) - 1)] if len(values_T) else values_T
 
     def counts(self, flags_T: Tensor) -> Tensor:
         """``[S]`` int64 number of flagged tokens of each response."""
@@ -41,7 +57,64 @@ class Sequences:
         return counts_S.index_add(0, self.index_T, flags_T.to(counts_S.dtype))
 
     def _sums(self, values_T: Tensor) -> Tensor:
-        return values_T.new_zeros(len(self.lengths_S)).index_add(0, self.index_T, values_T)
+        if not len(self.lengths_S):
+            return values_T.new_zeros(0)
+        return torch.segment_reduce(values_T, "sum", lengths=self.lengths_S)
+
+
+class _WithSlope(torch.autograd.Function):
+    """A loss per token whose derivative by the token's own log-probability is known.
+
+    The formulas of a loss share most of their products with those of its derivative; autograd would
+    go over the tokens anew for each step back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
+        ctx.mark_dirty(loss_T)
+        ctx.save_for_backward(slope_T)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,), (slope_T,) = grads, ctx.saved_tensors
+        return grad_T * slope_T, None, None
+
+
+class _OfSequences(torch.autograd.Function):
+    """A loss per token that its whole response shares, with its derivative by the response's mean
+    log-probability."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs_T: Tensor, loss_S: Tensor, slope_S: Tensor, sequences: "Sequences"
+    ) -> Tensor:
+        ctx.sequences = sequences
+        ctx.save_for_backward(slope_S)
+        return sequences.spread(loss_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,), (slope_S,) = grads, ctx.saved_tensors
+        return ctx.sequences.spread(ctx.sequences.means(grad_T) * slope_S), None, None, None
+
+
+def with_slope(logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
+    """``loss_T``, a new tensor without gradient, as a function of ``logprobs_T`` whose derivative
+    is ``slope_T``."""
+    result = _WithSlope.apply(logprobs_T, loss_T, slope_T)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def of_sequences(
+    logprobs_T: Tensor, loss_S: Tensor, slope_S: Tensor, sequences: "Sequences"
+) -> Tensor:
+    """``[T]`` each response's ``loss_S``, a function of its mean log-probability whose derivative
+    is ``slope_S``."""
+    result = _OfSequences.apply(logprobs_T, loss_S, slope_S, sequences)
+    assert isinstance(result, Tensor)
+    return result
 
 
 @dataclass(frozen=True)
@@ -80,8 +153,9 @@ class TokenInputs:
 
     @property
     def ratio_T(self) -> Tensor:
-        """``[T]`` probability of each token over its probability when it was sampled."""
-        return torch.exp(self.logprobs_T - self.old_logprobs_T)
+        """``[T]`` probability of each token over its probability when it was sampled, without
+        gradient."""
+        return torch.sub(self.logprobs_T.detach(), self.old_logprobs_T).exp_()
 
     def told_advantages(self) -> Tensor:
         """The advantages of a loss that needs them."""

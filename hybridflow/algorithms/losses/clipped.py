@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.base import TokenInputs, TokenLoss, entropy_estimate
+from hybridflow.algorithms.losses.base import (
+    TokenInputs,
+    TokenLoss,
+    entropy_estimate,
+    with_slope,
+)
 
 
 def ppo_clip(inputs: TokenInputs) -> TokenLoss:
@@ -18,14 +23,13 @@ def ppo_clip(inputs: TokenInputs) -> TokenLoss:
     gradient; ``entropy_estimate``, -logp, whose mean is the policy's entropy while sampling is
     on-policy.
     """
-    ratio_T, advantages_T = inputs.ratio_T, inputs.told_advantages()
-    loss_T, cut_T = clipped_surrogate(ratio_T, advantages_T, inputs.clip_low, inputs.clip_high)
-    metrics_T = {
-        "ratio_mean": ratio_T.detach(),
-        "clip_fraction": cut_T,
-        "entropy_estimate": entropy_estimate(inputs),
-    }
-    return TokenLoss(loss_T, metrics_T)
+    ratio_T = inputs.ratio_T
+    loss_T, slope_T, cut_T = clipped_surrogate(
+        ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
+    )
+    return TokenLoss(
+        with_slope(inputs.logprobs_T, loss_T, slope_T), _ratio_metrics(inputs, ratio_T, cut_T)
+    )
 
 
 def dual_clip(inputs: TokenInputs) -> TokenLoss:
@@ -38,12 +42,18 @@ def dual_clip(inputs: TokenInputs) -> TokenLoss:
     so that a ratio that has run away no longer moves the weights. Metrics: those of ``ppo_clip``
     and ``dual_clip_fraction``, the share of tokens at which the second bound cut the gradient.
     """
-    advantages_T = inputs.told_advantages()
-    single = ppo_clip(inputs)
-    bound_T = -inputs.dual_clip * advantages_T
-    cut_T = (advantages_T < 0) & (single.loss_T > bound_T)
-    metrics_T = {**single.metrics_T, "dual_clip_fraction": cut_T.detach().float()}
-    return TokenLoss(torch.where(cut_T, bound_T, single.loss_T), metrics_T)
+    ratio_T, advantages_T = inputs.ratio_T, inputs.told_advantages()
+    loss_T, slope_T, cut_T = clipped_surrogate(
+        ratio_T, advantages_T, inputs.clip_low, inputs.clip_high
+    )
+    # Infinite where the advantage is not negative: no second bound there.
+    bound_T = torch.mul(advantages_T, -inputs.dual_clip)
+    bound_T.masked_fill_(advantages_T >= 0, torch.inf)
+    over_T = (loss_T > bound_T).to(loss_T.dtype)
+    slope_T.mul_(1 - over_T)
+    loss_T = torch.minimum(loss_T, bound_T)
+    metrics_T = {**_ratio_metrics(inputs, ratio_T, cut_T), "dual_clip_fraction": over_T}
+    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
 
 
 def cispo(inputs: TokenInputs) -> TokenLoss:
@@ -56,14 +66,11 @@ def cispo(inputs: TokenInputs) -> TokenLoss:
     No token loses its gradient. The paper bounds the ratio from above alone: give ``clip`` a low
     bound near 1. Metrics: as ``ppo_clip``'s; ``clip_fraction`` counts bounded ratios.
     """
-    ratio_T = inputs.ratio_T.detach()
+    ratio_T, logprobs_T = inputs.ratio_T, inputs.logprobs_T
     weight_T = ratio_T.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
-    metrics_T = {
-        "ratio_mean": ratio_T,
-        "clip_fraction": (weight_T != ratio_T).float(),
-        "entropy_estimate": entropy_estimate(inputs),
-    }
-    return TokenLoss(-weight_T * inputs.told_advantages() * inputs.logprobs_T, metrics_T)
+    slope_T = torch.mul(weight_T, inputs.told_advantages()).neg_()
+    metrics_T = _ratio_metrics(inputs, ratio_T, weight_T.ne_(ratio_T))
+    return TokenLoss(with_slope(logprobs_T, slope_T * logprobs_T.detach(), slope_T), metrics_T)
 
 
 def sapo(inputs: TokenInputs) -> TokenLoss:
@@ -78,16 +85,31 @@ def sapo(inputs: TokenInputs) -> TokenLoss:
     larger tau. Metrics: ``ratio_mean``, ``entropy_estimate``.
     """
     ratio_T, advantages_T = inputs.ratio_T, inputs.told_advantages()
-    tau_T = torch.where(advantages_T > 0, inputs.tau_positive, inputs.tau_negative)
-    gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T)
-    metrics_T = {"ratio_mean": ratio_T.detach(), "entropy_estimate": entropy_estimate(inputs)}
-    return TokenLoss(-gate_T * advantages_T, metrics_T)
+    good_T = (advantages_T > 0).to(ratio_T.dtype)
+    tau_T = good_T.mul_(inputs.tau_positive - inputs.tau_negative).add_(inputs.tau_negative)
+    gate_T = (ratio_T - 1).mul_(tau_T).sigmoid_()
+    loss_T = torch.mul(gate_T, advantages_T).mul_(-4).div_(tau_T)
+    # The sigmoid's derivative is gate * (1 - gate) * tau, the ratio's by logp itself.
+    slope_T = (1 - gate_T).mul_(loss_T).mul_(ratio_T).mul_(tau_T)
+    metrics_T = {"ratio_mean": ratio_T, "entropy_estimate": entropy_estimate(inputs)}
+    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
 
 
 def clipped_surrogate(
-    ratio_T: Tensor, advantages_T: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """``[T]`` ``-min(ratio * A, clip(ratio) * A)``, and 1.0 where the bound cut the gradient."""
-    free_T = ratio_T * advantages_T
-    bounded_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
-    return -torch.minimum(free_T, bounded_T), (bounded_T < free_T).detach().float()
+    ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of tokens or of responses: ``-min(ratio * A, clip(ratio) * A)``; its derivative by the
+    logarithm of the ratio; 1.0 where the bound cut that to 0. All new tensors."""
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - low, 1 + high).mul_(advantages)
+    loss = torch.minimum(free, bounded).neg_()
+    cut = bounded.lt_(free)
+    return loss, free.mul_(cut - 1), cut
+
+
+def _ratio_metrics(inputs: TokenInputs, ratio_T: Tensor, cut_T: Tensor) -> dict[str, Tensor]:
+    return {
+        "ratio_mean": ratio_T,
+        "clip_fraction": cut_T,
+        "entropy_estimate": entropy_estimate(inputs),
+    }

@@ -1,6 +1,11 @@
 """Losses of the log-probability alone."""
 
-from hybridflow.algorithms.losses.base import TokenInputs, TokenLoss, entropy_estimate
+from hybridflow.algorithms.losses.base import (
+    TokenInputs,
+    TokenLoss,
+    entropy_estimate,
+    with_slope,
+)
 
 
 def reinforce(inputs: TokenInputs) -> TokenLoss:
@@ -13,7 +18,8 @@ def reinforce(inputs: TokenInputs) -> TokenLoss:
     Samples count as the current policy's, also in later mini-batches. Metric:
     ``entropy_estimate``.
     """
-    loss_T = -inputs.told_advantages() * inputs.logprobs_T
+    slope_T = -inputs.told_advantages()
+    loss_T = with_slope(inputs.logprobs_T, slope_T * inputs.logprobs_T.detach(), slope_T)
     return TokenLoss(loss_T, {"entropy_estimate": entropy_estimate(inputs)})
 
 

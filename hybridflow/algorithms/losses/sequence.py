@@ -4,10 +4,33 @@ Every token of a response gets the response's loss, so that ``sequence_mean_toke
 papers' mean over responses.
 """
 
-import torch
+from typing import Any
 
-from hybridflow.algorithms.losses.base import TokenInputs, TokenLoss, entropy_estimate
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses.base import (
+    TokenInputs,
+    TokenLoss,
+    entropy_estimate,
+    of_sequences,
+    with_slope,
+)
 from hybridflow.algorithms.losses.clipped import clipped_surrogate
+
+
+class _Through(torch.autograd.Function):
+    """The same values; tokens that are cut get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_T: Tensor, cut_T: Tensor) -> Tensor:
+        ctx.save_for_backward(cut_T)
+        return logprobs_T.view_as(logprobs_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,), (cut_T,) = grads, ctx.saved_tensors
+        return grad_T * (1 - cut_T), None
 
 
 def gspo(inputs: TokenInputs) -> TokenLoss:
@@ -21,9 +44,19 @@ def gspo(inputs: TokenInputs) -> TokenLoss:
     The paper's bounds are narrow: low 3e-4, high 4e-4. Metrics: ``ratio_mean`` of s,
     ``clip_fraction``, ``entropy_estimate``.
     """
-    gap_T = inputs.logprobs_T - inputs.old_logprobs_T
-    ratio_T = torch.exp(inputs.told_sequences().mean(gap_T))
-    return _surrogate(inputs, ratio_T)
+    sequences = inputs.told_sequences()
+    ratio_S = torch.exp(sequences.means(inputs.logprobs_T.detach() - inputs.old_logprobs_T))
+    advantages_S = sequences.firsts(inputs.told_advantages())
+    loss_S, slope_S, cut_S = clipped_surrogate(
+        ratio_S, advantages_S, inputs.clip_low, inputs.clip_high
+    )
+    metrics_T = {
+        "ratio_mean": sequences.spread(ratio_S),
+        "clip_fraction": sequences.spread(cut_S),
+        "entropy_estimate": entropy_estimate(inputs),
+    }
+    loss_T = of_sequences(inputs.logprobs_T, loss_S, slope_S, sequences)
+    return TokenLoss(loss_T, metrics_T)
 
 
 def gspo_token(inputs: TokenInputs) -> TokenLoss:
@@ -37,9 +70,18 @@ def gspo_token(inputs: TokenInputs) -> TokenLoss:
 
     With one advantage a response, loss and gradient are ``gspo``'s. Metrics: the same.
     """
-    gap_T = (inputs.logprobs_T - inputs.old_logprobs_T).detach()
-    own_T = inputs.logprobs_T - inputs.logprobs_T.detach()
-    return _surrogate(inputs, torch.exp(inputs.told_sequences().mean(gap_T) + own_T))
+    sequences = inputs.told_sequences()
+    gap_T = inputs.logprobs_T.detach() - inputs.old_logprobs_T
+    ratio_T = sequences.spread(torch.exp(sequences.means(gap_T)))
+    loss_T, slope_T, cut_T = clipped_surrogate(
+        ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
+    )
+    metrics_T = {
+        "ratio_mean": ratio_T,
+        "clip_fraction": cut_T,
+        "entropy_estimate": entropy_estimate(inputs),
+    }
+    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
 
 
 def gmpo(inputs: TokenInputs) -> TokenLoss:
@@ -55,26 +97,18 @@ def gmpo(inputs: TokenInputs) -> TokenLoss:
     Metrics: ``ratio_mean`` of the geometric means; ``clip_fraction``, the share of tokens at which
     the bound cut the gradient; ``entropy_estimate``.
     """
-    advantages_T = inputs.told_advantages()
-    gap_T = inputs.logprobs_T - inputs.old_logprobs_T
-    bounded_T = gap_T.clamp(-inputs.clip_low, inputs.clip_high)
-    cut_T = torch.where(advantages_T > 0, bounded_T < gap_T, bounded_T > gap_T)
-    ratio_T = torch.exp(inputs.told_sequences().mean(torch.where(cut_T, bounded_T, gap_T)))
+    sequences, advantages_T = inputs.told_sequences(), inputs.told_advantages()
+    gap_T = inputs.logprobs_T.detach() - inputs.old_logprobs_T
+    beyond_T = gap_T.clamp(-inputs.clip_low, inputs.clip_high).sub_(gap_T)
+    # The bound is the lesser objective where it goes against the advantage.
+    cut_T = (beyond_T * advantages_T).lt_(0)
+    ratio_S = torch.exp(sequences.means(gap_T.addcmul_(beyond_T, cut_T)))
+    loss_S = sequences.firsts(advantages_T).neg() * ratio_S
     metrics_T = {
-        "ratio_mean": ratio_T.detach(),
-        "clip_fraction": cut_T.float(),
-        "entropy_estimate": entropy_estimate(inputs),
-    }
-    return TokenLoss(-advantages_T * ratio_T, metrics_T)
-
-
-def _surrogate(inputs: TokenInputs, ratio_T: torch.Tensor) -> TokenLoss:
-    loss_T, cut_T = clipped_surrogate(
-        ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
-    )
-    metrics_T = {
-        "ratio_mean": ratio_T.detach(),
+        "ratio_mean": sequences.spread(ratio_S),
         "clip_fraction": cut_T,
         "entropy_estimate": entropy_estimate(inputs),
     }
-    return TokenLoss(loss_T, metrics_T)
+    # The derivative of each response's loss by its mean gap is the loss; cut tokens have none.
+    free_T = _Through.apply(inputs.logprobs_T, cut_T)
+    return TokenLoss(of_sequences(free_T, loss_S, loss_S, sequences), metrics_T)
