@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.recipe.names import hint
-from hybridflow.recipe.served import GPU_ONLY
+from hybridflow.recipe.served import GPU_ONLY, NEVER_TIED
 from hybridflow.rollout import commands, supervise
 from hybridflow.rollout.client import RolloutClient, RolloutTimeout
 
@@ -218,11 +218,19 @@ def start_server(config: ServerConfig) -> Server:
 
 
 def _refuse_what_cannot_run(config: ServerConfig) -> None:
-    """ValueError for models that SGLang's operators for the CPU load, but cannot run."""
-    if config.engine != "sglang" or config.device != "cpu":
+    """ValueError for models that SGLang, or its operators for the CPU, load but cannot run."""
+    if config.engine != "sglang":
         return
     model = json.loads((Path(config.model_path) / "config.json").read_text())
     name = (model.get("architectures") or ["none"])[0]
+    if name in NEVER_TIED and model.get("tie_word_embeddings"):
+        raise ValueError(
+            f"rollout server: SGLang never ties {name}'s output layer to its embedding, as "
+            f"tie_word_embeddings of {config.model_path} says; sample with the local engine, or "
+            "from a checkpoint that holds lm_head.weight."
+        )
+    if config.device != "cpu":
+        return
     faults = []
     if name in GPU_ONLY:
         faults.append(f"{name} of {config.model_path}; sample from another model, or on a GPU")

@@ -196,6 +196,15 @@ def test_a_server_gives_experts_to_every_layer(workspace: Path):
         assert "SGLang gives every layer of Qwen3MoeForCausalLM experts" in found[0]
 
 
+def test_sglang_has_no_tied_experts(workspace: Path):
+    use(workspace, {**MOE, "tie_word_embeddings": True})
+    Path("recipe.yaml").write_text(RECIPE)
+    assert faults_of() == []
+    (found,) = served_faults_of()
+    assert "SGLang never ties Qwen3MoeForCausalLM's output layer" in found
+    assert "sample with the local engine" in found
+
+
 def test_servers_run_what_weight_sync_knows():
     from hybridflow.weight_sync import layout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from hybridflow.recipe.served import GPU_ONLY
+from hybridflow.recipe.served import GPU_ONLY, NEVER_TIED
 from hybridflow.rollout import ServerConfig, ServerDied, start_server
 
 _STARTER = """
@@ -114,6 +114,15 @@ def test_what_sglang_cannot_run_on_a_cpu_is_refused_before_a_server_starts(tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
     with pytest.raises(ValueError, match=r"spread over ranks \(ep 2\); set .* to 1"):
         start_server(ServerConfig("sglang", tmp_path, tp=2, ep=2))
+
+
+@pytest.mark.parametrize("name", NEVER_TIED)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tied_output_layer_that_sglang_would_not_fill_is_refused(tmp_path: Path, name, device):
+    config = {"architectures": [name], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"SGLang never ties {name}'s output layer.*local engine"):
+        start_server(ServerConfig("sglang", tmp_path, device=device))
 
 
 def test_bad_configs_are_refused_at_once(tiny_model: Path, tmp_path: Path):

@@ -6,7 +6,7 @@ from typing import Any
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.model import is_known
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.served import LOCAL, SERVED
+from hybridflow.recipe.served import LOCAL, NEVER_TIED, SERVED
 
 
 def server_layout_faults(context: Context) -> Iterator[Fault]:
@@ -60,6 +60,13 @@ def served_faults(context: Context) -> Iterator[Fault]:
     if name not in served:
         what = f"{runs} does not serve {name} here: its weights there could not be proven"
         fix = f"sample from one of {', '.join(served)}, or leave out the nodes of the rollout"
+        yield context.fault("model.path", what, fix)
+    elif engine == "sglang" and name in NEVER_TIED and config.get("tie_word_embeddings"):
+        what = (
+            f"SGLang never ties {name}'s output layer to its embedding, as tie_word_embeddings of "
+            "the model's config.json says; the server's would hold nothing"
+        )
+        fix = "sample with the local engine, or from a checkpoint that holds lm_head.weight"
         yield context.fault("model.path", what, fix)
     elif _experts_are_left_out(config):
         what = (
