@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import shutil
 import sys
 import tempfile
 import traceback
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.weight_sync_gather import GATHERS, Gather
+from hybridflow import owned
 from hybridflow.megatron.config import EngineConfig
 from hybridflow.megatron.engine import Engine
 from hybridflow.weight_sync.checksum import server_checksum
@@ -215,7 +215,7 @@ class _Rank:
     def close(self) -> None:
         """Remove what was written."""
         self.disconnect()
-        shutil.rmtree(self._local, ignore_errors=True)
+        owned.remove(self._local)
 
     def _count_sends(self) -> None:
         send = dist.send

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 
 from benchmarks.weight_sync_memory import descendants, watching
 from benchmarks.weight_sync_ranks import Trainer, give_back
+from hybridflow import owned
 from hybridflow.rollout.launch import ServerConfig, start_server
 from hybridflow.weight_sync.endpoint import Sent
 from hybridflow.weight_sync.folders import memory, own_folder
@@ -155,7 +155,7 @@ class Fleet:
     def _remove(self) -> None:
         self.trainer.stop()
         for folder in (self._folder, self._versions):
-            shutil.rmtree(folder, ignore_errors=True)
+            owned.remove(folder)
 
     def inbox(self, wiring: Wiring) -> EngineSide:
         """The engine's side, as the rollout worker has it."""

@@ -4,17 +4,17 @@ package imports it before ``connect`` has run."""
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hybridflow import owned
 from hybridflow.cluster.processes import MARK, end_marked
 
+FOLDERS = "hybridflow-ray-"
 _STARTED_FOLDERS: list[Path] = []
 
 
@@ -31,7 +31,7 @@ def start_local(slots: int, object_store_bytes: int, mark: str) -> None:
     import ray
 
     # A short path: it is part of the names of Unix sockets, which end at 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="hybridflow-ray-", dir="/tmp"))
+    folder = owned.make(Path("/tmp"), FOLDERS)
     _STARTED_FOLDERS.append(folder)
     try:
         with _marked(mark), _signals_kept():
@@ -74,7 +74,7 @@ def leave(mark: str) -> None:
     ray.shutdown()
     end_marked(mark)
     while _STARTED_FOLDERS:
-        shutil.rmtree(_STARTED_FOLDERS.pop(), ignore_errors=True)
+        owned.remove(_STARTED_FOLDERS.pop())
 
 
 def _quiet() -> None:

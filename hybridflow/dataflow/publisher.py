@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridflow import owned
 from hybridflow.cluster import ClusterError, WorkerGroup
 from hybridflow.recipe.compile import Plan
 from hybridflow.rollout.background import in_background
@@ -184,7 +184,7 @@ class Publisher:
     def close(self) -> None:
         """Take no more requests, and remove what was written."""
         self.fleet.close()
-        shutil.rmtree(self.shared, ignore_errors=True)
+        owned.remove(self.shared)
 
 
 class _Link:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,11 +13,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow import owned
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.served import GPU_ONLY, NEVER_TIED
 from hybridflow.rollout import commands, supervise
 from hybridflow.rollout.client import RolloutClient, RolloutTimeout
 
+FOLDERS = "hybridflow-rollout-"
 _TAIL_LINES = 40
 _PORT_TAKEN = "address already in use"
 _PORT_TRIES = 3
@@ -95,7 +96,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, port: int) -> None:
         self.config = config
-        self.folder = Path(tempfile.mkdtemp(prefix="hybridflow-rollout-"))
+        self.folder = owned.make(Path(tempfile.gettempdir()), FOLDERS)
         self.log_path = Path(config.log_path or self.folder / "server.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.port = port
@@ -185,7 +186,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        owned.remove(self.folder)
 
     def _find_port(self) -> bool:
         """Whether the port is known: the local engine binds any free one and writes it down."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import socket
 import tempfile
 from pathlib import Path
 
-import psutil
+from hybridflow import owned
 
 PREFIX = "hybridflow-sync-"
 
@@ -20,7 +18,7 @@ def memory() -> Path:
 
 
 def own_folder(parent: str | Path) -> Path:
-    """A new folder in ``parent`` that only this user reads, named after this process.
+    """A new folder in ``parent`` of this process, which ``owned.remove`` removes.
 
     Folders of this host's processes that are gone (killed, say) are removed first.
 
@@ -33,14 +31,4 @@ def own_folder(parent: str | Path) -> Path:
             f"roles.rollout.sync.directory: there is no folder {parent}; name one that exists on "
             "every host"
         )
-    host = socket.gethostname()
-    remove_abandoned(parent, host)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{host}-{os.getpid()}-", dir=parent))
-
-
-def remove_abandoned(parent: Path, host: str) -> None:
-    """Remove this host's folders whose process is gone."""
-    for folder in parent.glob(f"{PREFIX}{host}-*-*"):
-        pid = folder.name.removeprefix(f"{PREFIX}{host}-").split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    return owned.make(parent, PREFIX)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow import owned
 from hybridflow.batch import Batch
 from hybridflow.cluster.host import this_node
 from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
@@ -130,7 +130,7 @@ class ModelWorker:
         """Leave the process group; the last model of the process closes it."""
         self._close_outbox()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            owned.remove(self._folder)
         with _setting_up:
             _leave_process_group()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hybridflow import owned
 from hybridflow.batch import Batch
 from hybridflow.cluster.host import this_node
 from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
@@ -71,7 +71,7 @@ class RolloutWorker:
         try:
             self._use(start_server(self._config))
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            owned.remove(self._folder)
             raise
 
     def _use(self, server: Server) -> None:
@@ -190,7 +190,7 @@ class RolloutWorker:
         self._stop_server()
         if self._side is not None:
             self._side.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        owned.remove(self._folder)
 
     def _stop_server(self) -> None:
         self._client.close()
