@@ -16,6 +16,10 @@ class WeightMismatch(RuntimeError):
     """An engine holds other weights than the trainer sent; the version is not served."""
 
 
+class SendFailed(RuntimeError):
+    """Trainer ranks did not send all; what an engine holds of the version is worth nothing."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """Why a phase failed; ``log`` is the end of the server's log where that says more."""
@@ -118,7 +122,7 @@ class EngineSide:
     def __init__(
         self, engine: int, inbox: Inbox, client: Callable[[], Server], pause: str = "retract"
     ) -> None:
-        self._engine, self._inbox, self._client = engine, inbox, client
+        self.engine, self._inbox, self._client = engine, inbox, client
         self._pause = pause
 
     def digest(self, version: int) -> PhaseReport:
@@ -196,4 +200,4 @@ class EngineSide:
             seconds[name] = time.perf_counter() - start
             if fault is not None:
                 break
-        return PhaseReport(self._engine, version, fault, self._inbox.bytes, seconds, result)
+        return PhaseReport(self.engine, version, fault, self._inbox.bytes, seconds, result)

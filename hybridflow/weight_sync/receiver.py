@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.weight_sync.checksum import engine_digest, rank_digest
 from hybridflow.weight_sync.endpoint import Endpoint, Link, Sent, stream_name
-from hybridflow.weight_sync.inbox import WeightMismatch
+from hybridflow.weight_sync.inbox import SendFailed, WeightMismatch
 from hybridflow.weight_sync.remote import Incoming, Listening
 from hybridflow.weight_sync.slots import SlotLayout
 from hybridflow.weight_sync.streams import Bucket, cut
@@ -162,25 +162,31 @@ class Receiver:
         return [status.digests for status in statuses]
 
     def _compare(self, found: Sequence[Mapping[int, str]], proofs: Proofs, holder: str) -> None:
-        """Digests by engine rank and trainer rank against what the trainer ranks say."""
-        faults = []
+        """Digests by engine rank and trainer rank against what the trainer ranks say.
+
+        Raises:
+            WeightMismatch: names each pair of ranks that differ.
+            SendFailed: of those that sent anything all are equal; names the others, and why.
+        """
+        differ, unsent = [], []
         for rank, sources in enumerate(found):
             for source, digest in sources.items():
                 link = (self._engine, rank)
                 told = proofs[source].get(link)
                 if told is None or told.fault:
                     why = "it sent nothing" if told is None else told.fault
-                    faults.append(f"{stream_name(source, link)}: {why}")
+                    unsent.append(f"{stream_name(source, link)}: {why}")
                 elif told.digest != digest:
-                    faults.append(
+                    differ.append(
                         f"{stream_name(source, link)}: {told.digest[:16]} was sent, {holder} holds "
                         f"{digest[:16]}"
                     )
-        if faults:
-            raise WeightMismatch(f"engine {self._engine}: {some(faults)}.")
+        if differ or unsent:
+            kind = WeightMismatch if differ else SendFailed
+            raise kind(f"engine {self._engine}: {some([*differ, *unsent])}.")
 
 
 def some(faults: Sequence[str]) -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-    return "; ".join(faults[:_NAMED]) + more
+    return "; ".join(fault.rstrip(".") for fault in faults[:_NAMED]) + more

@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridflow.weight_sync.areas import AreaSender
 from hybridflow.weight_sync.cuda_ipc import CudaIpcPipe, share_a_device
 from hybridflow.weight_sync.endpoint import Endpoint, Link, Sent, stream_name
+from hybridflow.weight_sync.finite import require_finite
 from hybridflow.weight_sync.slots import Slot, SlotLayout, open_slot
 from hybridflow.weight_sync.stream_sender import (
     FAULTS,
@@ -84,6 +85,7 @@ class Sender:
 
         Raises:
             ValueError: a tensor that is missing or of another dtype than the engine keeps.
+            NonFiniteWeights: a tensor holds NaN or infinity.
         """
         wrong = [e.version for e in endpoints.values() if e.version != version]
         assert not wrong, f"endpoints of versions {wrong} for version {version}"
@@ -119,19 +121,20 @@ class Sender:
         start = time.perf_counter()
         digest, fault = CopiesDigest(), ""
         try:
-            self._write(link, self._slot(link[1], endpoint), digest)
+            self._write(link, self._slot(link[1], endpoint), digest, endpoint.version)
         except FAULTS as error:
             fault = f"{type(error).__name__}: {error}"
         seconds = time.perf_counter() - start
         return Sent("" if fault else digest.hex(), digest.bytes, seconds, fault)
 
-    def _write(self, link: Link, slot: Slot, digest: CopiesDigest) -> None:
+    def _write(self, link: Link, slot: Slot, digest: CopiesDigest, version: int) -> None:
         """Write the copies; what is hashed is what was read, not what was written."""
         for number in self._sends[link]:
             copy = self._plan.copies[number]
             values, parameter = self._values(number), slot.tensor(copy.parameter)
             for start, stop in ranges(regions.lengths(copy.target), values.itemsize, STAGING):
                 flat = gather(values, start, stop)
+                self._require_finite(version, number, flat)
                 digest.add(flat)
                 scatter(flat, parameter, copy.target, start)
 
@@ -143,6 +146,7 @@ class Sender:
                 self._values,
                 endpoint.nonce,
                 partial(self._pipe, link, endpoint),
+                partial(self._require_finite, endpoint.version),
             )
             for link in links
         }
@@ -185,6 +189,10 @@ class Sender:
         found = self._plan.copies[copy]
         return read(self._tensors[found.weight].detach(), found.source)
 
+    def _require_finite(self, version: int, copy: int, flat: Tensor) -> None:
+        name = self._plan.weights[self._plan.copies[copy].weight].key
+        require_finite(flat, f"{name} of trainer rank {self._rank}", version)
+
     def _slot(self, rank: int, endpoint: Endpoint) -> Slot:
         """The slot, mapped once: each engine rank has two."""
         path = endpoint.slots[rank]
@@ -195,7 +203,7 @@ class Sender:
     def _forget_removed_slots(self) -> None:
         """Let the memory go of engines that were closed or started anew."""
         for path, slot in list(self._slots.items()):
-            if _inode(path) != slot.inode:
+            if not slot.is_there():
                 self._slots.pop(path).close()
 
     def _kept_dtypes(self) -> dict[int, set[torch.dtype]]:
@@ -218,10 +226,3 @@ class Sender:
                 faults.append(f"{key} is {held.dtype}, the engine keeps it in {wanted}")
         if faults:
             raise ValueError(f"trainer rank {self._rank} cannot publish: {'; '.join(faults[:5])}.")
-
-
-def _inode(path: str) -> int:
-    try:
-        return Path(path).stat().st_ino
-    except FileNotFoundError:
-        return -1

@@ -66,7 +66,7 @@ class Slot:
 
     def __init__(self, path: Path, layout: SlotLayout, descriptor: int) -> None:
         self.path, self.layout = path, layout
-        self.inode = os.fstat(descriptor).st_ino
+        self._made = os.fstat(descriptor)
         self._bytes: Tensor | None = torch.frombuffer(
             mmap.mmap(descriptor, layout.bytes), dtype=torch.uint8
         )
@@ -77,6 +77,13 @@ class Slot:
         place = self.layout.places[parameter]
         held = self._bytes[place.offset : place.offset + place.bytes]
         return held.view(place.dtype).view(place.shape)
+
+    def is_there(self) -> bool:
+        """Whether its file is still at its path; who maps it does not notice when it goes."""
+        try:
+            return os.path.samestat(self.path.lstat(), self._made)
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Let the map go; it ends with the last tensor that was taken from it."""

@@ -31,15 +31,25 @@ class StandbyReceiver(Receiver):
         self._served: int | None = None
 
     def _places(self, version: int) -> dict[str, Any]:
-        """The slots that do not hold the served version; made when first needed, both at once."""
-        for rank, (pair, layout) in enumerate(zip(self._pairs, self._layouts, strict=True)):
-            while len(pair) < 2:
-                name = f"engine{self._engine}-rank{rank}-{'ab'[len(pair)]}.slot"
-                pair.append(create_slot(self._folder / name, layout))
+        """The slots that do not hold the served version."""
+        self._make_missing()
         serving = self._held.index(self._served) if self._served in self._held else 1
         number = 1 - serving
         self._held[number], self._digests[number] = version, None
         return {"slots": tuple(str(pair[number].path) for pair in self._pairs)}
+
+    def _make_missing(self) -> None:
+        """Both slots of each rank: when first needed, and where a cleaner removed them."""
+        for rank, (pair, layout) in enumerate(zip(self._pairs, self._layouts, strict=True)):
+            for number, letter in enumerate("ab"):
+                if number < len(pair) and pair[number].is_there():
+                    continue
+                self._held[number], self._digests[number] = None, None
+                name = f"engine{self._engine}-rank{rank}-{letter}.slot"
+                made = create_slot(self._folder / name, layout)
+                for lost in pair[number : number + 1]:
+                    lost.close()
+                pair[number : number + 1] = [made]
 
     def receive(self, version: int) -> None:
         """Write what other hosts send into the slots.
@@ -55,7 +65,8 @@ class StandbyReceiver(Receiver):
         """Compare the slots with what each trainer rank hashed as it sent.
 
         Raises:
-            WeightMismatch: names each pair of ranks that differ, with the sender's fault if any.
+            WeightMismatch: names each pair of ranks that differ.
+            SendFailed: names the sender that failed, and why.
         """
         slots = self._slots(version)
         with ThreadPoolExecutor(len(slots), "prove") as pool:  # hashing lets other threads run
@@ -125,12 +136,14 @@ class StandbyReceiver(Receiver):
         of its live parameters.
 
         Raises:
-            ValueError: they do not hold it, or it was never proven there.
+            ValueError: they do not hold it, are gone, or it was never proven there.
         """
         if version not in self._held or self._digests[self._number(version)] is None:
             raise ValueError(
                 f"engine {self._engine} holds no proven version {version} beside its server."
             )
+        if gone := [str(slot.path) for slot in self._slots(version) if not slot.is_there()]:
+            raise ValueError(f"something has removed slots of version {version}: {some(gone)}.")
         self.load(client, version)
         return self.check(client, version)
 

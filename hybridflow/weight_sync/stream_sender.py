@@ -108,6 +108,7 @@ class Stream:
         values: gives a copy's elements by its number in the plan.
         nonce: of the publication.
         open_pipe: called for the first bucket.
+        check: is given a copy's number and some of its elements, before they are sent.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Stream:
         values: Callable[[int], Tensor],
         nonce: str,
         open_pipe: Callable[[], Pipe],
+        check: Callable[[int, Tensor], None],
     ) -> None:
         self.buckets, self._values, self._nonce, self._open = buckets, values, nonce, open_pipe
+        self._check = check
         self._pipe: Pipe | None = None
         self._digest = CopiesDigest()
         self.fault, self.seconds = "", 0.0
@@ -164,7 +167,9 @@ class Stream:
         for piece, values in pieces:  # of what was read, not of what was written
             step = max(1, _HASHED // values.itemsize)
             for start in range(piece.start, piece.stop, step):
-                self._digest.add(gather(values, start, min(start + step, piece.stop)))
+                flat = gather(values, start, min(start + step, piece.stop))
+                self._check(piece.copy, flat)
+                self._digest.add(flat)
         tail = bytearray(trailer(self._nonce, number, payload))
         area[bucket.bytes :].copy_(torch.frombuffer(tail, dtype=torch.uint8))
         self._pipe.commit(number, area)

@@ -12,7 +12,8 @@ from hybridflow.weight_sync import pairs
 from hybridflow.weight_sync.broadcast import BroadcastInbox, BroadcastOutbox
 from hybridflow.weight_sync.bucketed import BucketedReceiver
 from hybridflow.weight_sync.direct import connect_to
-from hybridflow.weight_sync.disk import DiskInbox, DiskOutbox
+from hybridflow.weight_sync.disk import DiskInbox, DiskOutbox, Export
+from hybridflow.weight_sync.finite import watch_finite
 from hybridflow.weight_sync.inbox import Inbox
 from hybridflow.weight_sync.sender import Sender
 from hybridflow.weight_sync.standby import StandbyReceiver
@@ -87,13 +88,33 @@ def _broadcast_inbox(wiring: Wiring, engine: int, local: Path, address: str) -> 
     return BroadcastInbox(wiring, engine, local, listener)
 
 
+class _Whole:
+    """An outbox of whole tensors, none of which may hold NaN or infinity."""
+
+    def __init__(self, trainer: Trainer, make: Callable[[Export], Outbox]) -> None:
+        self._trainer, self._version = trainer, 0
+        self._outbox = make(self._export)
+
+    def send(self, endpoints: Mapping[int, Any], version: int) -> Any:
+        """See ``Outbox.send``. NonFiniteWeights: names the tensor."""
+        self._version = version
+        return self._outbox.send(endpoints, version)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._outbox.close()
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        return watch_finite(self._trainer.export_weights(), self._version)
+
+
 _OUTBOXES: dict[str, Callable[[Wiring, int, Trainer, Path], Outbox]] = {
     "direct": _direct_outbox,
-    "disk": lambda wiring, rank, trainer, local: DiskOutbox(
-        wiring, rank, trainer.export_weights, local
+    "disk": lambda wiring, rank, trainer, local: _Whole(
+        trainer, lambda export: DiskOutbox(wiring, rank, export, local)
     ),
-    "broadcast": lambda wiring, rank, trainer, local: BroadcastOutbox(
-        wiring, rank, trainer.export_weights
+    "broadcast": lambda wiring, rank, trainer, local: _Whole(
+        trainer, lambda export: BroadcastOutbox(wiring, rank, export)
     ),
 }
 _INBOXES: dict[str, Callable[[Wiring, int, Path, str], Inbox]] = {

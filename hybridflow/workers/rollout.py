@@ -176,6 +176,10 @@ class RolloutWorker:
         """A phase of a publication (see ``EngineSide``); a fault has the end of a dead server's
         log."""
         assert self._side is not None and phase in PHASES, f"connect comes before {phase}"
+        try:
+            owned.keep(self._folder)  # cleaners of /dev/shm take files of jobs that run, too
+        except (OSError, ValueError) as error:
+            return PhaseReport(self._side.engine, version, Fault(f"{phase}: {error}"))
         report: PhaseReport = getattr(self._side, phase)(version, *args)
         if report.fault is None or (self._server.alive() and self._client.health()):
             return report

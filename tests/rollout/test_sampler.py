@@ -1,5 +1,6 @@
 """The inverse-CDF sampler draws the distribution that it says."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +76,11 @@ def test_uniforms_are_a_function_of_the_seed():
     assert not torch.equal(uniforms(5, 8), uniforms(6, 8))
     numbers = uniforms(3, 10_000)
     assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_refused(number, temperature):
+    logits = torch.tensor([0.3, -1.0, number, 0.0, float("-inf"), 1.0, 0.5])
+    with pytest.raises(FloatingPointError, match="2 of 2 rows are not finite"):
+        _draw(logits, torch.tensor([0.2, 0.9]), temperature=temperature)

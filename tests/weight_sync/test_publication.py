@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -232,6 +233,18 @@ def test_another_dtype_ends_the_publication(pair, publish, digests, mode: str) -
     unfinished(pair, digests[0], mode)
 
 
+@pytest.mark.parametrize("mode", ["bucketed", pytest.param("standby", marks=pytest.mark.slow)])
+def test_weights_that_are_no_numbers_end_the_publication(pair, publish, digests, mode) -> None:
+    trainer = publish(mode)
+    pair.wait_for_senders(1.0)
+    right = trainer.held
+    index = max(right[1])
+    trainer.held = [right[0], {**right[1], index: right[1][index] / 0}]
+    with pytest.raises(ArithmeticError, match=rf"version {pair.version + 1} is not published: "):
+        pair.publish(trainer.send)
+    unfinished(pair, digests[0], mode)
+
+
 @MODES
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_trainer_that_fails(pair, publish, digests, mode: str, when: str) -> None:
@@ -340,3 +353,34 @@ def test_shared_memory_is_full(pair, publish, digests) -> None:
     assert "has no room for the slot of" in report.behind[1].reason
     serves(healthy, pair.version, digests[1])
     serves(victim, pair.version - 1, digests[0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "when"),
+    [("standby", "open"), ("standby", "send"), ("standby", "load"), ("bucketed", "open")],
+)
+def test_a_cleaner_of_shared_memory(pair, publish, digests, mode: str, when: str) -> None:
+    """It takes an engine's folder while the run goes on: what is missing is made anew."""
+    trainer = publish(mode)
+    victim = pair.engines[1]
+
+    def clean() -> None:
+        shutil.rmtree(victim.worker._folder)
+
+    if when == "send":
+        trainer.before[0] = clean
+    else:
+        victim.before[when] = clean
+    report = pair.publish(trainer.send)
+    if when == "load":
+        assert set(report.failed) == {1} and "removed slots" in report.failed[1].reason
+        report = pair.again(trainer.send, victim)
+    elif when == "send":
+        first = report.mended[1].reason
+        assert first.startswith("prove: SendFailed: engine 1: ")
+        assert "cannot be opened: No such file" in first and ".." not in first
+    else:
+        assert not report.mended
+    assert report.checksums[1] == digests[1]
+    for engine in pair.engines:
+        serves(engine, pair.version, digests[1])

@@ -25,22 +25,37 @@ def draw(
     `temperature` 0 takes the largest logit. The log-probability is of the temperature-scaled
     distribution over all of V (greedy: of temperature 1), before top-p and top-k cut it, as
     SGLang returns it. `top_k` is at least 1. `logits_BV` is overwritten.
+
+    Raises:
+        FloatingPointError: logits that are not finite, as weights with NaN or infinity make them.
     """
     greedy_B = temperature_B == 0
     if bool(greedy_B.all()):
-        token_B = logits_BV.argmax(-1)
-        return token_B, _pick(logits_BV, token_B) - logits_BV.logsumexp(-1)
+        token_B, total_B = logits_BV.argmax(-1), logits_BV.logsumexp(-1)
+        _require_finite(total_B)
+        return token_B, _pick(logits_BV, token_B) - total_B
     best_B = logits_BV.argmax(-1) if bool(greedy_B.any()) else None
     if not bool((temperature_B == 1).all()):
         logits_BV.div_(torch.where(greedy_B, 1.0, temperature_B)[:, None])
     logits_BV.sub_(logits_BV.amax(-1, keepdim=True))
     mass_BV = logits_BV.exp()
     total_B = mass_BV.sum(-1)
+    _require_finite(total_B)
     _cut(mass_BV, top_p_B, top_k_B)
     token_B = _invert(mass_BV, uniform_B)
     if best_B is not None:
         token_B = torch.where(greedy_B, best_B, token_B)
     return token_B, _pick(logits_BV, token_B) - total_B.log()
+
+
+def _require_finite(total_B: torch.Tensor) -> None:
+    """Of each row's sum over V, in which NaN and infinity stay."""
+    if not bool(total_B.isfinite().all()):
+        wrong = int((~total_B.isfinite()).sum())
+        raise FloatingPointError(
+            f"the logits of {wrong} of {len(total_B)} rows are not finite: the weights hold NaN or "
+            "infinity, or overflow in this type"
+        )
 
 
 def _pick(values_BV: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
