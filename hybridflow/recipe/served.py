@@ -24,8 +24,8 @@ SERVED = (
 # server.
 GPU_ONLY = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM")
 
-# Those to which SGLang gives an output layer of their own whatever `tie_word_embeddings` says: where
-# a checkpoint ties the two, and so holds one tensor, the server's layer would stay as it began.
+# Those to which SGLang gives an output layer of their own whatever `tie_word_embeddings` says:
+# where a checkpoint ties the two, and so holds one tensor, that layer would stay as it began.
 NEVER_TIED = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 # Those whose forward pass the local engine has.

@@ -16,6 +16,7 @@ from .conftest import CONFIG, RECIPE, write_weights
 
 MOE = {
     **CONFIG,
+    "tie_word_embeddings": False,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_experts": 6,

@@ -147,8 +147,10 @@ def _check_disk_gives(
     trainer: Trainer, served: Served, folder: Path, digest: str, answers: Any
 ) -> None:
     """The server, after it loaded the trainer's export from disk over other weights."""
+    served.client.pause()  # SGLang may still be at the end of what it has answered
     served.client.update_from_disk(trainer.model)
     assert served.client.checksum() != digest
     served.client.update_from_disk(trainer.export(folder))
     assert served.client.checksum() == digest
+    served.client.continue_()
     assert served.answers() == answers
