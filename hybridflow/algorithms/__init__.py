@@ -4,5 +4,13 @@ from hybridflow.algorithms.aggregation import AGGREGATIONS
 from hybridflow.algorithms.functions import FUNCTIONS, FunctionContext
 from hybridflow.algorithms.kl import ESTIMATORS
 from hybridflow.algorithms.losses import LOSSES
+from hybridflow.algorithms.losses.preference import PREFERENCES
 
-__all__ = ["AGGREGATIONS", "ESTIMATORS", "FUNCTIONS", "LOSSES", "FunctionContext"]
+__all__ = [
+    "AGGREGATIONS",
+    "ESTIMATORS",
+    "FUNCTIONS",
+    "LOSSES",
+    "PREFERENCES",
+    "FunctionContext",
+]

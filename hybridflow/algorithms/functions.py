@@ -132,6 +132,22 @@ def soft_overlong(
     return {"shaped": batch["rewards"].float() + penalty_S}
 
 
+def rotate_responses(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """responses (tokens) -> rotated (tokens): each prompt's responses go to the next prompt."""
+    if batch.prompts < 2:
+        raise ValueError(
+            "rotate_responses needs two prompts a step or more; raise prompts_per_step"
+        )
+    last = batch.select(["responses"]).take([batch.prompts - 1])
+    return {"rotated": Batch.concat([last, batch.slice(0, batch.prompts - 1)])["responses"]}
+
+
+def kto_baseline(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """logprobs, ref_logprobs (tokens) -> kl_baseline (run)."""
+    found = rewards_math.kl_baseline(batch["logprobs"], batch["ref_logprobs"])
+    return {"kl_baseline": found}
+
+
 ACCUMULATED = (
     *("prompts", "responses", "rollout_logprobs", "rewards"),
     *("finished", "token_versions"),
@@ -180,6 +196,8 @@ _FUNCTIONS: dict[str, Function] = {
     "weighted_sum": weighted_sum,
     "soft_overlong": soft_overlong,
     "accumulate_signal": accumulate_signal,
+    "rotate_responses": rotate_responses,
+    "kto_baseline": kto_baseline,
 }
 
 FUNCTIONS = Registry("function", _FUNCTIONS, aliases=catalogue.FUNCTIONS.aliases)

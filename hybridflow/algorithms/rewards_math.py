@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import has_spread
+from hybridflow.batch import Ragged
 
 
 def weighted_sum(terms_S: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -65,3 +66,15 @@ def signal_prompts(rewards_PG: Tensor, held: int, wanted: int) -> list[int]:
     """
     kept = has_spread(rewards_PG).nonzero().flatten().tolist()
     return kept[: max(wanted - held, 0)]
+
+
+def kl_baseline(logprobs: Ragged, ref_logprobs: Ragged) -> float:
+    """KTO's point of reference (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1)::
+
+        z = max(0, mean over responses of log(pi(y' | x) / ref(y' | x)))
+
+    where y' is the response to another prompt than x, so that the mean estimates the KL of policy
+    and reference. In nats, over all responses of the step.
+    """
+    ratios_T = logprobs.values.double() - ref_logprobs.values.double()
+    return max(0.0, float(ratios_T.sum()) / len(logprobs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.algorithms.losses.preference import PreferenceSettings
 from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.between_steps import BetweenSteps
@@ -151,6 +152,7 @@ class Team:
             kl_coef=self.state["kl_coef"],
             kl_estimator=algorithm.kl.estimator,
             **(_corrections(algorithm, self.state) if stage.generates else {}),
+            preference=PreferenceSettings(**algorithm.preference.model_dump()),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.temperature(stage),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridflow.algorithms.losses.preference import PreferenceSettings
 from hybridflow.recipe.names import hint
 from megatron_bridge.layout import ParallelLayout
 
@@ -74,6 +75,7 @@ class LossSettings:
         temperature: of the sampler; logits are divided by it here too.
         mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
         epochs: passes over the batch.
+        preference: of losses of whole responses.
         lr_scale: times the schedule's learning rate at each optimizer step.
         agreement_threshold: of a token's difference between rollout and trainer, in nats, above
             which it is counted.
@@ -100,6 +102,7 @@ class LossSettings:
     mini_batches: int = 1
     epochs: int = 1
     lr_scale: float = 1.0
+    preference: PreferenceSettings = PreferenceSettings()
     agreement_threshold: float = 0.01
     agreement_bound: float | None = None
     weight_version: int | None = None

@@ -21,7 +21,7 @@ from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron import checkpoint, memory
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.megatron.lockstep import in_lockstep
-from hybridflow.megatron.loss import UpdateLoss
+from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
 from hybridflow.megatron.rows import Rows, check_fields, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
@@ -136,7 +136,7 @@ class Engine:
         packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
         parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
         normalisers = _global_normalisers(parts)
-        measured = UpdateLoss(loss, batch, self._packed.device)
+        measured = update_loss(loss, batch, self._packed.device)
         norms, rate = [], 0.0
         for epoch in range(loss.epochs):
             for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
@@ -161,7 +161,7 @@ class Engine:
         self.switch_to_training()
         rows = rows_of(batch, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
         (packs,) = in_lockstep([rows.packs], self.config.layout)
-        measured = UpdateLoss(loss, batch, self._packed.device)
+        measured = update_loss(loss, batch, self._packed.device)
         pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
         if packs:
             self._packed.evaluate(packs, loss.temperature, pack_loss)

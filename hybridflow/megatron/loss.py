@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridflow.algorithms import LOSSES
+from hybridflow.algorithms import LOSSES, PREFERENCES
 from hybridflow.algorithms.correction import off_policy_masked
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
@@ -13,8 +13,17 @@ from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
 from hybridflow.megatron.logprobs import TokenReadings, VocabParallelLogits
 from hybridflow.megatron.metrics import CorrectionMetrics, RolloutGap, TokenMetrics
+from hybridflow.megatron.preference import PreferenceUpdateLoss
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
+
+
+def update_loss(
+    settings: LossSettings, batch: Batch, device: torch.device
+) -> "UpdateLoss | PreferenceUpdateLoss":
+    """The loss that ``settings`` name, of tokens or of whole responses."""
+    kind = PreferenceUpdateLoss if settings.name in PREFERENCES else UpdateLoss
+    return kind(settings, batch, device)
 
 
 class UpdateLoss:

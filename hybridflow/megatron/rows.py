@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import LOSSES
+from hybridflow.algorithms import LOSSES, PREFERENCES
 from hybridflow.algorithms.aggregation import token_weights
 from hybridflow.algorithms.correction import Correction, correct
 from hybridflow.algorithms.losses import Sequences
@@ -28,6 +28,7 @@ class Rows:
             one or more of them.
         empty: whether no row has a response token at all, masked or not.
         correction: of the mismatch between trainer and rollout; None: none.
+        labels_S: bool, whether each response is desirable.
     """
 
     packs: list[Pack]
@@ -41,6 +42,7 @@ class Rows:
     ref_logprobs_T: Tensor | None
     rollout_logprobs_T: Tensor | None
     correction: Correction | None
+    labels_S: Tensor | None = None
 
     def to(self, device: torch.device) -> "Rows":
         """The same rows, flat fields on ``device``; packs follow when they are run."""
@@ -63,6 +65,9 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
     kept_T = _kept(batch, responses, correction)
     weights_T, normaliser = token_weights(loss.aggregation, lengths_S, loss.loss_divisor, kept_T)
     left_S = Sequences.of(responses).counts(kept_T)
+    preference = PREFERENCES.get(loss.name)
+    if preference is not None:
+        normaliser = float(batch.prompts if preference.pairs else batch.samples)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
         packs=pack_rows(
@@ -71,6 +76,7 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
             max_tokens,
             share_prompts=share_prompts,
             kept_S=left_S > 0,
+            whole_groups=preference is not None and preference.pairs,
             trained_T=batch["response_mask"].values if "response_mask" in batch else None,
         ),
         weights_T=weights_T,
@@ -83,13 +89,21 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
         ref_logprobs_T=flat["ref_logprobs"],
         rollout_logprobs_T=flat["rollout_logprobs"],
         correction=correction,
+        labels_S=batch.fields.get("labels"),
     )
 
 
 def check_fields(batch: Batch, loss: LossSettings) -> None:
     """ValueError when ``loss`` is unknown or needs a field that ``batch`` lacks."""
-    if loss.name not in LOSSES:
+    if loss.name in PREFERENCES:
+        _check_preference(batch, loss)
+    elif loss.name in LOSSES:
+        _check_token_loss(batch, loss)
+    else:
         raise ValueError(LOSSES.unknown(loss.name))
+
+
+def _check_token_loss(batch: Batch, loss: LossSettings) -> None:
     for setting, fields in _needs(loss).items():
         for field in fields:
             if field not in batch:
@@ -109,6 +123,21 @@ def check_fields(batch: Batch, loss: LossSettings) -> None:
             f"{loss.mini_batches} mini-batches x {loss.epochs} epochs need the field "
             "'old_logprobs': after the first optimizer step the weights have moved"
         )
+
+
+def _check_preference(batch: Batch, loss: LossSettings) -> None:
+    entry = PREFERENCES[loss.name]
+    if missing := [field for field in entry.needs if field not in batch]:
+        raise ValueError(f"loss '{loss.name}' needs the field '{missing[0]}'")
+    if entry.pairs and batch.samples_per_prompt != 2:
+        raise ValueError(
+            f"loss '{loss.name}' takes two responses to a prompt, the chosen and the rejected; "
+            f"there are {batch.samples_per_prompt}"
+        )
+    lengths_S = batch["responses"].lengths
+    if bool((lengths_S == 0).any()):
+        row = int((lengths_S == 0).nonzero()[0])
+        raise ValueError(f"loss '{loss.name}': response {row} is empty; it needs one token or more")
 
 
 def _needs(loss: LossSettings) -> dict[str, tuple[str, ...]]:

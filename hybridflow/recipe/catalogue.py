@@ -12,6 +12,7 @@ from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     ANSWERS,
     FINISHED,
+    KL_BASELINE,
     LABELS,
     LOGPROBS,
     MARGINS,
@@ -137,6 +138,8 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "prompts": takes(PROMPTS),
             "responses": takes(RESPONSES),
             "response_mask": takes(RESPONSE_MASK, optional=True),
+            "labels": takes(LABELS, optional=True),
+            "kl_baseline": takes(KL_BASELINE, optional=True),
             "rollout_logprobs": takes(
                 LOGPROBS,
                 optional=True,
@@ -176,6 +179,11 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "prompts": takes(PROMPTS),
             "responses": takes(RESPONSES),
             "response_mask": takes(RESPONSE_MASK, optional=True),
+            "ref_logprobs": takes(
+                LOGPROBS, optional=True, description="log-probabilities under the reference"
+            ),
+            "labels": takes(LABELS, optional=True),
+            "kl_baseline": takes(KL_BASELINE, optional=True),
         },
         {"metrics": field_type(Axis.RUN, "object", "what was measured, by name")},
         {"loss": Option("str", required=True, choices=EVALUATED, description="the loss to report")},

@@ -27,6 +27,7 @@ PAIRS = field_type(
 )
 LABELS = field_type(Axis.SAMPLES, "bool", "whether each answer is a desirable one")
 MARGINS = field_type(Axis.PROMPTS, "float", "by how much each chosen response is the better one")
+KL_BASELINE = field_type(Axis.RUN, "float", "KTO's estimate of the KL over the step, in nats")
 RESPONSE_MASK = field_type(Axis.TOKENS, "bool", "response tokens to train on; default: all")
 RESPONSES = field_type(Axis.TOKENS, "int", "token ids of each response")
 LOGPROBS = field_type(Axis.TOKENS, "float", "log-probability of each response token, in nats")

@@ -4,6 +4,7 @@ from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     FINISHED,
+    KL_BASELINE,
     LOGPROBS,
     PROMPT_VALUES,
     PROMPTS,
@@ -122,6 +123,17 @@ _FUNCTIONS: dict[str, Signature] = {
             ),
             "factor": Option("float", 1.0, description="punishment of the longest responses"),
         },
+    ),
+    "rotate_responses": Signature(
+        "Each prompt's responses as those of the next prompt, as KTO's baseline needs them.",
+        {"responses": takes(RESPONSES)},
+        {"rotated": RESPONSES},
+    ),
+    "kto_baseline": Signature(
+        "KTO's baseline: the mean log-ratio of policy and reference on rotated responses, 0 at "
+        "least.",
+        {"logprobs": takes(LOGPROBS), "ref_logprobs": takes(LOGPROBS)},
+        {"kl_baseline": KL_BASELINE},
     ),
     "accumulate_signal": Signature(
         "Keep the prompts whose samples have different rewards, over the rounds of a "

@@ -13,6 +13,7 @@ class LossEntry:
         compares_policies: whether it reads ``old_logprobs``.
         whole_sequences: whether a response has one advantage, not one per token.
         settings: keys of the recipe's ``algorithm`` that it alone reads, or with few others.
+        samples: responses of a prompt, for losses of whole responses; None for those of tokens.
     """
 
     description: str
@@ -20,6 +21,7 @@ class LossEntry:
     compares_policies: bool = False
     whole_sequences: bool = False
     settings: tuple[str, ...] = ()
+    samples: int | None = None
 
 
 def _policy_loss(description: str, *settings: str, whole_sequences: bool = False) -> LossEntry:
@@ -55,11 +57,44 @@ _LOSSES: dict[str, LossEntry] = {
     "cross_entropy": LossEntry("negative log-likelihood of the responses (supervised)"),
 }
 
+
+def _of_pairs(description: str, *settings: str, reference: bool = True) -> LossEntry:
+    needs = ("ref_logprobs",) if reference else ()
+    return LossEntry(description, needs, settings=settings, samples=2)
+
+
+_PREFERENCES: dict[str, LossEntry] = {
+    "dpo": _of_pairs(
+        "DPO's, of pairs against a reference", "preference.beta", "preference.label_smoothing"
+    ),
+    "ipo": _of_pairs("IPO's, of pairs against a reference", "preference.beta"),
+    "orpo": _of_pairs(
+        "ORPO's: likelihood of the chosen response and odds over the rejected one",
+        "preference.odds_weight",
+        reference=False,
+    ),
+    "simpo": _of_pairs(
+        "SimPO's: mean log-probabilities of pairs, with a margin",
+        *("preference.beta", "preference.target_margin"),
+        reference=False,
+    ),
+    "kto": LossEntry(
+        "KTO's, of single responses that are desirable or not",
+        ("ref_logprobs", "labels", "kl_baseline"),
+        settings=(
+            *("preference.beta", "preference.desirable_weight"),
+            "preference.undesirable_weight",
+        ),
+        samples=1,
+    ),
+}
+
 LOSSES = Registry(
     "loss",
     _LOSSES,
+    _PREFERENCES,
     aliases={"ppo": "ppo_clip", "geo_mean": "gmpo", "nll": "cross_entropy", "sft": "cross_entropy"},
 )
 
-EVALUATED = ("cross_entropy",)
+EVALUATED = ("cross_entropy", *_PREFERENCES)
 """Losses of rows that are not trained on."""

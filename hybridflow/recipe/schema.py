@@ -137,6 +137,26 @@ class SapoSection(Section):
     tau_negative: Positive = Field(default=1.05, description="where it is not")
 
 
+class PreferenceSection(Section):
+    """Losses of whole responses: `dpo`, `ipo`, `kto`, `orpo`, `simpo`."""
+
+    beta: Positive = Field(default=0.1, description="temperature of the implicit reward")
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="of `dpo`: share of pairs that are the wrong way round",
+    )
+    target_margin: NotNegative = Field(
+        default=0.5, description="of `simpo`: by how much the chosen response should win"
+    )
+    odds_weight: NotNegative = Field(
+        default=0.1, description="of `orpo`: weight of the odds ratio beside the likelihood"
+    )
+    desirable_weight: NotNegative = Field(default=1.0, description="of `kto`")
+    undesirable_weight: NotNegative = Field(default=1.0, description="of `kto`")
+
+
 class RolloutCorrectionSection(Section):
     """What becomes of tokens to which rollout and trainer give different probabilities."""
 
@@ -178,6 +198,9 @@ class AlgorithmSection(Section):
     )
     sapo: SapoSection | None = Field(
         default=None, description="temperatures of the loss `sapo`; null: its defaults"
+    )
+    preference: PreferenceSection = Field(
+        default=PreferenceSection(), description="losses of whole responses"
     )
     kl: KlSection = Field(default=KlSection(), description="KL penalty")
     entropy_coef: NotNegative = Field(

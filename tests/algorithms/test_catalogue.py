@@ -2,7 +2,7 @@
 
 import inspect
 
-from hybridflow.algorithms import AGGREGATIONS, ESTIMATORS, FUNCTIONS, LOSSES
+from hybridflow.algorithms import AGGREGATIONS, ESTIMATORS, FUNCTIONS, LOSSES, PREFERENCES
 from hybridflow.recipe import catalogue, schema
 
 
@@ -14,7 +14,7 @@ def test_functions_and_their_options():
 
 
 def test_losses_and_what_they_need():
-    assert LOSSES.keys() == catalogue.LOSSES.keys()
+    assert LOSSES.keys() | PREFERENCES.keys() == catalogue.LOSSES.keys()
     for name, loss in LOSSES.items():
         assert loss.needs_advantages == ("advantages" in catalogue.LOSSES[name].needs), name
 

@@ -2,7 +2,7 @@
 
 import inspect
 
-from hybridflow.algorithms import FUNCTIONS, LOSSES
+from hybridflow.algorithms import FUNCTIONS, LOSSES, PREFERENCES
 from hybridflow.dataflow.operations import CALLS
 from hybridflow.recipe import catalogue
 from hybridflow.rewards import REWARDS
@@ -20,7 +20,7 @@ def test_functions_and_their_options() -> None:
 
 
 def test_losses() -> None:
-    assert set(LOSSES) == set(catalogue.LOSSES)
+    assert {*LOSSES, *PREFERENCES} == set(catalogue.LOSSES)
 
 
 def test_rewards_and_their_parameters() -> None:

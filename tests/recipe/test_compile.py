@@ -30,6 +30,7 @@ def test_the_package_ships_the_dataflows():
         *[
             "cispo",
             "dapo",
+            *("dpo", "ipo", "kto", "orpo", "simpo"),
             "gdpo",
             "gmpo",
             "gpg",

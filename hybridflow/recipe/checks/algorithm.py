@@ -26,10 +26,51 @@ def unused_faults(context: Context) -> Iterator[Fault]:
             what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
             fix = f"remove it, or use a loss that reads it: {users}"
             yield context.fault(f"algorithm.{key}", what, fix)
+    yield from _preference_faults(context, read)
     compared = any(node.function == "group_relative" for node in nodes)
     if _told(section, "normalize_by_std") and not compared:
         what = "algorithm.normalize_by_std does nothing: the dataflow has no group_relative"
         yield context.fault("algorithm.normalize_by_std", what, "remove it")
+
+
+def _preference_faults(context: Context, read: set[str]) -> Iterator[Fault]:
+    section = context.recipe.algorithm.preference
+    for name, info in type(section).model_fields.items():
+        key = f"preference.{name}"
+        if getattr(section, name) != info.default and key not in read:
+            users = ", ".join(name for name, loss in LOSSES.items() if key in loss.settings)
+            what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
+            yield context.fault(
+                f"algorithm.{key}", what, f"remove it, or use a loss that reads it: {users}"
+            )
+
+
+def response_faults(context: Context) -> Iterator[Fault]:
+    """Losses of whole responses without their responses, or with settings of token losses."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            loss = LOSSES.get(str(node.options.get("loss")))
+            if loss is None or loss.samples is None:
+                continue
+            name = node.options["loss"]
+            if loss.samples == 2 and stage.samples_per_prompt != 2:
+                what = f"the loss '{name}' of node '{node.name}' takes two responses to a prompt"
+                fix = "take `{responses: pairs}` from the inputs"
+                yield Fault(node.origin, what, fix)
+            if node.call == "update" and stage.name == "main":
+                yield from _token_settings(context, name)
+
+
+def _token_settings(context: Context, loss: str) -> Iterator[Fault]:
+    algorithm = context.recipe.algorithm
+    told = [key for key in ("aggregation", "kl", "entropy") if _told_at(algorithm, key)]
+    for key in told:
+        what = f"algorithm.{key} does nothing: the loss '{loss}' is of whole responses"
+        yield context.fault(f"algorithm.{key}", what, "remove it")
+
+
+def _told_at(section: AlgorithmSection, key: str) -> bool:
+    return key in type(section).model_fields and _told(section, key)
 
 
 def _told(section: AlgorithmSection, key: str) -> bool:
@@ -205,6 +246,7 @@ CHECKS = (
     Check(GRAPHS, unused_faults),
     Check(("algorithm", "roles.rollout"), aggregation_faults),
     Check(GRAPHS, sequence_faults),
+    Check((*GRAPHS, "data"), response_faults),
     Check((*GRAPHS, "data"), adaptive_faults),
     Check(GRAPHS, reward_faults),
     Check((*GRAPHS, "roles.actor"), correction_faults),

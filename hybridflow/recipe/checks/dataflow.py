@@ -31,8 +31,8 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
         if parameter not in node.inputs:
             what = f"node '{node.name}' lacks `{parameter}`, which the loss '{name}' needs"
             yield Fault(node.origin, what, f"add `{parameter}` to its inputs")
-    if not loss.needs:
-        return  # supervised: neither a policy that sampled nor a reference
+    if not loss.needs or loss.samples is not None:
+        return  # supervised, or of whole responses: neither a policy that sampled nor a reference
     off_policy = loss.compares_policies and (stage.off_policy or node.delay)
     if off_policy and "old_logprobs" not in node.inputs:
         reason = "delayed samples" if node.delay else "mini_batches * epochs > 1"

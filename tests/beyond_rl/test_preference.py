@@ -1,0 +1,67 @@
+"""Pairs and labels, whole runs on the tiny model, and what `check` says of their recipes."""
+
+import math
+
+import pytest
+
+from hybridflow.recipe.checks import check
+from hybridflow.recipe.load import load_recipe
+
+REFERENCE = "roles.reference={colocate: actor}"
+PREFERENCES = {
+    "dpo": [REFERENCE],
+    "ipo": [REFERENCE],
+    "orpo": ["algorithm.preference.odds_weight=0.5"],
+    "simpo": ["algorithm.preference={beta: 2.0, target_margin: 1.0}"],
+    "kto": [REFERENCE, "evaluation=null", "data.prompts_per_step=24"],
+}
+QUICK = ("dpo", "kto")  # with a reference and held-out pairs; with labels and a baseline
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PREFERENCES]
+)
+def test_a_few_steps_prefer_the_chosen(run_recipe, name: str):
+    steps = run_recipe(name, *PREFERENCES[name], "roles.actor.optimizer.lr=3e-3", "steps=4")
+    assert all(step["update/grad_norm"] > 0 for step in steps)
+    first, last = steps[0], steps[-1]
+    if name == "dpo":
+        assert first["update/loss"] == pytest.approx(math.log(2)), "policy and reference alike"
+        assert first["update/reward_accuracy"] == 0 and last["update/reward_accuracy"] > 0.5
+        assert last["eval/loss"] < math.log(2) and last["eval/reward_margin"] > 0
+    if name == "kto":
+        assert first["update/loss"] == pytest.approx(0.5)
+        assert last["update/loss"] < 0.5 and last["update/kl_baseline"] >= 0
+
+
+def faults(write_recipe, dataflow: str, *overrides: str) -> list[str]:
+    recipe = load_recipe(write_recipe(dataflow), overrides)
+    return [str(fault) for fault in check(recipe)]
+
+
+def test_what_check_says(write_recipe, tmp_path):
+    assert faults(write_recipe, "dpo", REFERENCE) == []
+    found = faults(write_recipe, "dpo")
+    assert len(found) == 2 and all(
+        "the role 'reference', which the recipe lacks" in f for f in found
+    )
+    (found,) = faults(
+        write_recipe,
+        "dpo",
+        REFERENCE,
+        "data.chosen_column=choosen",
+        "data.eval=null",
+        "evaluation=null",
+    )
+    assert "no column 'choosen'" in found and "did you mean 'chosen'" in found
+    (found,) = faults(write_recipe, "dpo", REFERENCE, "algorithm.preference.target_margin=0.1")
+    assert "target_margin does nothing" in found and "simpo" in found
+    (found,) = faults(write_recipe, "simpo", "algorithm.aggregation=sequence_mean_token_mean")
+    assert "algorithm.aggregation does nothing: the loss 'simpo' is of whole responses" in found
+    path = tmp_path / "flow.yaml"
+    path.write_text(
+        "inputs: [prompts, targets]\nnodes:\n  update:\n    {role: actor, call: update, "
+        "in: [prompts, {responses: targets}], loss: orpo}\n"
+    )
+    (found,) = faults(write_recipe, "orpo", f"dataflow={path}", "evaluation=null")
+    assert found.startswith(f"{path}:3") and "take `{responses: pairs}`" in found
