@@ -96,6 +96,10 @@ def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepConte
     return around.team.groups[str(node.role)].run(ModelWorker.logprobs, batch, temperature)
 
 
+def _hidden(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    return around.team.groups[str(node.role)].run(ModelWorker.hidden, batch)
+
+
 def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     loss = around.team.loss(around.stage, node.options["loss"])
     behind: dict[str, float] = {}
@@ -134,6 +138,7 @@ CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
     ("rollout", "generate"): _generate,
     ("reward", "score"): _score,
     ("model", "logprobs"): _logprobs,
+    ("model", "hidden"): _hidden,
     ("model", "update"): _update,
     ("model", "evaluate"): _evaluate,
     ("model", "publish"): _publish,

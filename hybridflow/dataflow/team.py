@@ -279,6 +279,7 @@ def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> 
         seed=recipe.seed,
         optimizer=optimizer_settings(stage) if trains else None,
         micro_batch_tokens=section.micro_batch_tokens,
+        keep_reference_head=trains and recipe.algorithm.kl.estimator == "full",
     )
 
 

@@ -126,6 +126,8 @@ class EngineConfig:
         model_path: folder in HuggingFace format.
         optimizer: None for a model that never trains (no gradient buffers are made).
         micro_batch_tokens: most input tokens of one packed forward pass.
+        keep_reference_head: whether to hold the output head as it was loaded, for the KL
+            estimator ``full``.
     """
 
     model_path: str
@@ -134,3 +136,4 @@ class EngineConfig:
     seed: int = 0
     optimizer: OptimizerSettings | None = None
     micro_batch_tokens: int = 8192
+    keep_reference_head: bool = False

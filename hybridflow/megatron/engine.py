@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron import checkpoint, memory
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.megatron.full_kl import ReferenceHead
 from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
@@ -46,7 +48,10 @@ class Engine:
             self._hf_config, config.layout, dtype=config.dtype, seed=config.seed
         )
         live.load_weights(model, config.model_path)
-        self._core = model
+        self._core: Any = model
+        self._reference_head = None
+        if config.keep_reference_head and self._core.post_process:
+            self._reference_head = ReferenceHead(self._core, self._hf_config["vocab_size"])
         self._released = 0
         self._optimizer: ModelOptimizer | None = None
         if config.optimizer is not None:
@@ -91,18 +96,36 @@ class Engine:
         """
         self.switch_to_training()
         responses: Ragged = batch["responses"]
-        packs = pack_rows(
-            batch["prompts"],
-            responses,
-            self.config.micro_batch_tokens,
-            share_prompts=self._packed.shares_prompts,
-        )
-        (packs,) = in_lockstep([packs], self.config.layout)
+        packs = self._packs(batch)
         flat_T = torch.zeros(len(responses.values))
         self._scatter(packs, flat_T, temperature)
         if not is_reporter():
             return None
         return Ragged(flat_T, responses.offsets)
+
+    def _packs(self, batch: Batch) -> list[Pack]:
+        packs = pack_rows(
+            batch["prompts"],
+            batch["responses"],
+            self.config.micro_batch_tokens,
+            share_prompts=self._packed.shares_prompts,
+        )
+        return in_lockstep([packs], self.config.layout)[0]
+
+    def hidden(self, batch: Batch) -> Ragged | None:
+        """Final hidden state of the model before every response token: ``[H]`` values a token.
+
+        Args, Returns: as ``logprobs``, in the model's type.
+        """
+        self.switch_to_training()
+        responses: Ragged = batch["responses"]
+        packs = self._packs(batch)
+        flat_TH = torch.zeros(
+            len(responses.values), self._hf_config["hidden_size"], dtype=self.config.dtype
+        )
+        for pack, hidden_RH in zip(packs, self._packed.hidden(packs), strict=False):
+            flat_TH[pack.source_R] = hidden_RH.cpu()
+        return responses.with_values(flat_TH) if is_reporter() else None
 
     def _scatter(self, packs: list[Pack], flat_T: Tensor, temperature: float) -> None:
         results = self._packed.logprobs(packs, temperature)
@@ -136,7 +159,7 @@ class Engine:
         packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
         parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
         normalisers = _global_normalisers(parts)
-        measured = update_loss(loss, batch, self._packed.device)
+        measured = update_loss(loss, batch, self._packed.device, self._reference_head)
         norms, rate = [], 0.0
         for epoch in range(loss.epochs):
             for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
@@ -161,7 +184,7 @@ class Engine:
         self.switch_to_training()
         rows = rows_of(batch, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
         (packs,) = in_lockstep([rows.packs], self.config.layout)
-        measured = update_loss(loss, batch, self._packed.device)
+        measured = update_loss(loss, batch, self._packed.device, self._reference_head)
         pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
         if packs:
             self._packed.evaluate(packs, loss.temperature, pack_loss)

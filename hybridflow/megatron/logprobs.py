@@ -36,7 +36,7 @@ class _VocabParallel(torch.autograd.Function):
         if temperature != 1.0:
             scaled_TV = scaled_TV / temperature
         maximum_T = scaled_TV.amax(dim=1)
-        _all_reduce(maximum_T, dist.ReduceOp.MAX, group)
+        all_reduce(maximum_T, dist.ReduceOp.MAX, group)
         exp_TV = torch.sub(scaled_TV, maximum_T[:, None]).exp_()
 
         local_T = labels_T - vocab_start
@@ -47,7 +47,7 @@ class _VocabParallel(torch.autograd.Function):
         if with_entropy:
             parts.append(_sum_of_x_log_x(exp_TV))
         sums_NT = torch.stack(parts)
-        _all_reduce(sums_NT, dist.ReduceOp.SUM, group)
+        all_reduce(sums_NT, dist.ReduceOp.SUM, group)
         total_T, label_logit_T = sums_NT[0], sums_NT[1]
         log_total_T = total_T.log()
         entropy_T = log_total_T - sums_NT[2] / total_T if with_entropy else None
@@ -123,23 +123,23 @@ class VocabParallelLogits:
 
 def _sum_of_x_log_x(values_TV: Tensor) -> Tensor:
     """``[T]`` sum over V of x log x, 0 where x is 0."""
-    return torch.cat([torch.xlogy(x, x).sum(dim=1) for x in _in_parts(values_TV)])
+    return torch.cat([torch.xlogy(x, x).sum(dim=1) for x in in_parts(values_TV)])
 
 
 def _scale_and_add_x_log_x(values_TV: Tensor, scale_T: Tensor, factor_T: Tensor) -> None:
     """In place: x becomes ``scale * x + factor * x log x``."""
-    parts = (_in_parts(values_TV), _in_parts(scale_T, values_TV), _in_parts(factor_T, values_TV))
+    parts = (in_parts(values_TV), in_parts(scale_T, values_TV), in_parts(factor_T, values_TV))
     for x, scale, factor in zip(*parts, strict=True):
         x_log_x = torch.xlogy(x, x)
         x.mul_(scale[:, None]).addcmul_(x_log_x, factor[:, None])
 
 
-def _in_parts(values: Tensor, like_TV: Tensor | None = None) -> tuple[Tensor, ...]:
+def in_parts(values: Tensor, like_TV: Tensor | None = None) -> tuple[Tensor, ...]:
     """Runs of rows as views, such that a temporary of one run stays small."""
     width = (values if like_TV is None else like_TV).shape[1]
     return values.split(max(1, _SCRATCH_VALUES // max(width, 1)))
 
 
-def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:
+def all_reduce(values: Tensor, operation: Any, group: Any) -> None:
     if group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)

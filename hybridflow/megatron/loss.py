@@ -11,6 +11,7 @@ from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
 from hybridflow.algorithms.packing import Pack
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
+from hybridflow.megatron.full_kl import ReferenceHead, full_kl
 from hybridflow.megatron.logprobs import TokenReadings, VocabParallelLogits
 from hybridflow.megatron.metrics import CorrectionMetrics, RolloutGap, TokenMetrics
 from hybridflow.megatron.preference import PreferenceUpdateLoss
@@ -19,23 +20,38 @@ from hybridflow.megatron.step import PackLoss
 
 
 def update_loss(
-    settings: LossSettings, batch: Batch, device: torch.device
+    settings: LossSettings,
+    batch: Batch,
+    device: torch.device,
+    reference_head: ReferenceHead | None = None,
 ) -> "UpdateLoss | PreferenceUpdateLoss":
-    """The loss that ``settings`` name, of tokens or of whole responses."""
-    kind = PreferenceUpdateLoss if settings.name in PREFERENCES else UpdateLoss
-    return kind(settings, batch, device)
+    """The loss that ``settings`` name, of tokens or of whole responses.
+
+    Args:
+        reference_head: of the KL over the whole vocabulary, on last pipeline stages.
+    """
+    if settings.name in PREFERENCES:
+        return PreferenceUpdateLoss(settings, batch, device)
+    return UpdateLoss(settings, batch, device, reference_head)
 
 
 class UpdateLoss:
     """Makes the loss of each mini-batch and gathers the metrics of the whole update."""
 
-    def __init__(self, settings: LossSettings, batch: Batch, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: LossSettings,
+        batch: Batch,
+        device: torch.device,
+        reference_head: ReferenceHead | None = None,
+    ) -> None:
         self._settings = settings
         self._device = device
+        self._reference_head = reference_head
         self._loss = LOSSES[settings.name]
         sums = ["loss", "tokens", "response_length_mean", *self._loss.metrics]
         maxima = []
-        if "ref_logprobs" in batch:
+        if "ref_logprobs" in batch or "ref_hidden" in batch:
             sums.append("kl")
         if settings.reads_entropy:
             sums.append("entropy")
@@ -62,7 +78,8 @@ class UpdateLoss:
 
         def pack_loss(pack: Pack, logits: VocabParallelLogits) -> Tensor:
             readings = logits.read(entropy=self._settings.reads_entropy)
-            token_loss = self._token_loss(rows, pack, readings)
+            kl_R = self._kl(rows, pack, logits, readings)
+            token_loss = self._token_loss(rows, pack, readings, kl_R)
             if first and self._gap is not None:
                 self._gap.record(pack.source_R, readings.logprobs_T)
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
@@ -73,7 +90,9 @@ class UpdateLoss:
 
         return pack_loss
 
-    def _token_loss(self, rows: Rows, pack: Pack, readings: TokenReadings) -> TokenLoss:
+    def _token_loss(
+        self, rows: Rows, pack: Pack, readings: TokenReadings, kl_R: Tensor | None
+    ) -> TokenLoss:
         """The loss of every token: the policy's, corrected, then the terms that stand beside it."""
         settings = self._settings
         inputs = self._inputs(rows, pack, readings.logprobs_T)
@@ -85,9 +104,7 @@ class UpdateLoss:
             masked_R = self._off_policy(rows, pack, inputs)
             loss_R = torch.where(masked_R, 0.0, loss_R)
             metrics_R["off_policy_masked"] = masked_R.float()
-        if rows.ref_logprobs_T is not None:
-            ref_logprobs_R = rows.ref_logprobs_T[pack.source_R]
-            kl_R = kl_divergence(readings.logprobs_T, ref_logprobs_R, settings.kl_estimator)
+        if kl_R is not None:
             loss_R = loss_R + settings.kl_coef * kl_R if settings.kl_coef else loss_R
             metrics_R["kl"] = kl_R.detach()
         if readings.entropy_T is not None:
@@ -95,6 +112,19 @@ class UpdateLoss:
                 loss_R = loss_R - settings.entropy_coef * readings.entropy_T
             metrics_R["entropy"] = readings.entropy_T.detach()
         return TokenLoss(loss_R, metrics_R)
+
+    def _kl(
+        self, rows: Rows, pack: Pack, logits: VocabParallelLogits, readings: TokenReadings
+    ) -> Tensor | None:
+        """The KL from the reference at every token, in full or by an estimate."""
+        if rows.ref_hidden is not None:
+            assert self._reference_head is not None, "the engine keeps it for this estimator"
+            hidden_RH = rows.ref_hidden.values[pack.source_R.cpu()].to(self._device)
+            return full_kl(logits, self._reference_head.logits(hidden_RH))
+        if rows.ref_logprobs_T is None:
+            return None
+        ref_logprobs_R = rows.ref_logprobs_T[pack.source_R]
+        return kl_divergence(readings.logprobs_T, ref_logprobs_R, self._settings.kl_estimator)
 
     def _inputs(self, rows: Rows, pack: Pack, logprobs_R: Tensor) -> TokenInputs:
         settings, old = self._settings, rows.old_logprobs_T

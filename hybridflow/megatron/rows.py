@@ -15,6 +15,8 @@ from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import LossSettings
 from hybridflow.recipe.axes import Axis
 
+FULL_KL = "full"
+"""The KL over the whole vocabulary, in place of an estimate from the sampled tokens."""
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
@@ -27,6 +29,8 @@ class Rows:
         tokens, responses: number of response tokens that take part in the loss, and of rows with
             one or more of them.
         empty: whether no row has a response token at all, masked or not.
+        ref_hidden: the reference's final hidden states; they stay where they are, each pack takes
+            its own.
         correction: of the mismatch between trainer and rollout; None: none.
         labels_S: bool, whether each response is desirable.
     """
@@ -40,6 +44,7 @@ class Rows:
     advantages_T: Tensor | None
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
+    ref_hidden: Ragged | None
     rollout_logprobs_T: Tensor | None
     correction: Correction | None
     labels_S: Tensor | None = None
@@ -87,6 +92,7 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
         advantages_T=_advantages(batch, responses) if "advantages" in batch else None,
         old_logprobs_T=flat["old_logprobs"],
         ref_logprobs_T=flat["ref_logprobs"],
+        ref_hidden=batch.fields.get("ref_hidden"),
         rollout_logprobs_T=flat["rollout_logprobs"],
         correction=correction,
         labels_S=batch.fields.get("labels"),
@@ -149,6 +155,8 @@ def _needs(loss: LossSettings) -> dict[str, tuple[str, ...]]:
         found["algorithm.rollout_correction"] = ("rollout_logprobs", "old_logprobs")
     if loss.off_policy_bound is not None:
         found["algorithm.off_policy_mask"] = ("rollout_logprobs", "advantages")
+    if loss.kl_estimator == FULL_KL and loss.kl_coef:
+        found["algorithm.kl.estimator=full"] = ("ref_hidden",)
     return found
 
 

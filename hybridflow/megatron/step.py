@@ -31,6 +31,7 @@ class PackedModel:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._predict_R: Tensor | None = None
+        self._see_hidden: Callable[[Tensor], None] | None = None
         self.device = next(model.parameters()).device
         core: Any = live.unwrap(model)
         self._positions = shared_prompts.install(core)
@@ -66,6 +67,24 @@ class PackedModel:
 
         with torch.no_grad():
             self._run(packs, look, forward_only=True)
+
+    def hidden(self, packs: list[Pack]) -> list[Tensor]:
+        """``[R, H]`` final hidden states of every pack's predicting positions, without gradient.
+
+        An empty list on all but the last pipeline stage.
+        """
+
+        seen: list[Tensor] = []
+
+        def collect(pack: Pack) -> Callable[..., Tensor]:
+            return lambda _logits, non_loss_data: seen.pop()[:, 0]
+
+        self._see_hidden = seen.append
+        try:
+            with torch.no_grad():
+                return self._run(packs, collect, forward_only=True)
+        finally:
+            self._see_hidden = None
 
     def forward_backward(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
         """Adds the gradient of ``sum over packs of loss(pack, logits)`` to the buffers, then
@@ -115,7 +134,10 @@ class PackedModel:
     def _keep_predicting(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_T1H, *others = inputs
         assert self._predict_R is not None
-        return (hidden_T1H.index_select(0, self._predict_R), *others)
+        hidden_R1H = hidden_T1H.index_select(0, self._predict_R)
+        if self._see_hidden is not None:
+            self._see_hidden(hidden_R1H)
+        return (hidden_R1H, *others)
 
     def _logits(self, pack: Pack, logits_1RV: Tensor, temperature: float) -> VocabParallelLogits:
         width = logits_1RV.shape[-1]

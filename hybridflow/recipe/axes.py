@@ -19,12 +19,13 @@ class Axis(StrEnum):
     TOKENS = "tokens"
 
 
-Dtype = Literal["ids", "int", "float", "bool", "object"]
+Dtype = Literal["ids", "int", "float", "bool", "vectors", "object"]
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """Axis and element type of a field; ``ids`` are ragged token ids, one row per prompt."""
+    """Axis and element type of a field; ``ids`` are ragged token ids, one row per prompt;
+    ``vectors`` are floats, several a row."""
 
     axis: Axis
     dtype: Dtype

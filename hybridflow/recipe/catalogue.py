@@ -12,6 +12,7 @@ from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     ANSWERS,
     FINISHED,
+    HIDDEN,
     KL_BASELINE,
     LABELS,
     LOGPROBS,
@@ -132,6 +133,12 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
         {"logprobs": LOGPROBS},
     ),
+    ("model", "hidden"): Signature(
+        "Final hidden state of the role's model before every response token, as many values as the "
+        "model is wide.",
+        {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
+        {"hidden": HIDDEN},
+    ),
     ("model", "update"): Signature(
         "Take the optimizer steps of one training step: epochs x mini-batches.",
         {
@@ -157,6 +164,11 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             ),
             "ref_logprobs": takes(
                 LOGPROBS, optional=True, description="log-probabilities under the reference"
+            ),
+            "ref_hidden": takes(
+                HIDDEN,
+                optional=True,
+                description="hidden states of the reference, for algorithm.kl.estimator=full",
             ),
             "advantages": takes(ADVANTAGES, TOKEN_ADVANTAGES, optional=True),
             "sample_mask": takes(

@@ -108,8 +108,9 @@ class KlSection(Section):
     """The penalty for leaving the reference."""
 
     coef: NotNegative = Field(default=0.0, description="weight of the KL term in the loss")
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
-        default="k3", description="estimator of the KL"
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+        default="k3",
+        description="estimator of the KL; `full`: no estimate, the sum over the vocabulary",
     )
     adaptive: AdaptiveKlSection | None = Field(
         default=None, description="moves the coefficient, from `coef` on; null: it stays"

@@ -57,6 +57,16 @@ class ModelWorker:
         )
 
     @transfer(DATA_PARALLEL)
+    def hidden(self, batch: Batch) -> Batch | None:
+        """The final hidden state (tokens, vectors) before every response token."""
+        with _computing:
+            hidden = self._engine.hidden(batch)
+        if hidden is None:
+            return None
+        axes = {"hidden": Axis.TOKENS}
+        return Batch({"hidden": hidden}, axes, batch.prompts, batch.samples_per_prompt)
+
+    @transfer(DATA_PARALLEL)
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The optimizer steps of one training step; the same metrics on every rank."""
         with _computing:

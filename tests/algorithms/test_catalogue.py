@@ -23,4 +23,4 @@ def test_choices_of_the_recipe():
     fields = schema.AlgorithmSection.model_fields
     assert set(fields["aggregation"].annotation.__args__) == set(AGGREGATIONS)
     estimators = schema.KlSection.model_fields["estimator"].annotation
-    assert set(estimators.__args__) == set(ESTIMATORS)
+    assert set(estimators.__args__) == {*ESTIMATORS, "full"}, "full is no estimate from samples"

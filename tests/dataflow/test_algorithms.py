@@ -16,6 +16,10 @@ SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"
 DATAFLOWS = {
     "rloo": [],
     "remax": ["algorithm.aggregation=sequence_mean_token_sum"],
+    "grpo_full_kl": [
+        "algorithm.kl={coef: 0.1, estimator: full}",
+        "roles.reference={colocate: actor}",
+    ],
     "dapo": ["algorithm.clip=[0.2, 0.28]"],
     "opo": [],
     "gpg": [],
@@ -62,6 +66,8 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
     metrics = run(make_recipe(*overrides_of(name, tmp_path)))
     assert metrics["update/grad_norm"] > 0 and metrics["reward/std"] > 0
     assert metrics["weights/version"] == 1
+    if name == "grpo_full_kl":
+        assert metrics["update/kl"] > 0
     if name == "remax":
         assert "greedy/length/mean" in metrics and "reward/greedy_rewards/mean" in metrics
     if name != "gpg":

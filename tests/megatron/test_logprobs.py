@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hybridflow.megatron import logprobs
+from hybridflow.megatron.full_kl import full_kl
 from hybridflow.megatron.logprobs import VocabParallelLogits
 from tests.ranks import run_ranks
 
@@ -103,3 +104,38 @@ def test_rows_are_read_in_small_parts(monkeypatch: pytest.MonkeyPatch):
         found.append((readings.entropy_T.detach(), logits_TV.grad))
     for entropy_T, gradient_TV in found[1:]:
         assert torch.equal(entropy_T, found[0][0]) and torch.equal(gradient_TV, found[0][1])
+
+
+def read_kl(temperature: float, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KL from another distribution and its gradient; a cut over the ranks."""
+    logits_TV, labels_T, weights_T = data(torch.float32)
+    ref_TV = reference_logits()
+    width = logits_TV.shape[1] // parts
+    mine = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+    leaf_TV = (logits_TV[:, mine] / 10).clone().requires_grad_()
+    logits = VocabParallelLogits(leaf_TV, labels_T, mine.start, dist.group.WORLD, temperature)
+    kl_T = full_kl(logits, ref_TV[:, mine])
+    (kl_T * weights_T).sum().backward()
+    assert leaf_TV.grad is not None
+    return kl_T.detach(), leaf_TV.grad
+
+
+def reference_logits() -> torch.Tensor:
+    logits_TV = data(torch.float32)[0] / 10
+    noise_TV = torch.randn(logits_TV.shape, generator=torch.Generator().manual_seed(3))
+    return torch.where(logits_TV < -1e20, logits_TV, logits_TV + noise_TV)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_whole_kl_and_its_gradient_equal_float64(parts: int):
+    logits_TV, _, weights_T = data(torch.float32)
+    logits_TV = (logits_TV / 10).double().requires_grad_()
+    log_p_TV = F.log_softmax(logits_TV / 0.7, dim=1)
+    log_q_TV = F.log_softmax(reference_logits().double() / 0.7, dim=1)
+    kl_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(dim=1)
+    (kl_T * weights_T).sum().backward()
+    results = run_ranks(read_kl, parts, 0.7, parts)
+    for given_T, _ in results:
+        torch.testing.assert_close(given_T.double(), kl_T.detach(), rtol=1e-5, atol=1e-6)
+    gradient_TV = torch.cat([gradient for _, gradient in results], dim=1)
+    torch.testing.assert_close(gradient_TV.double(), logits_TV.grad, rtol=1e-5, atol=1e-6)

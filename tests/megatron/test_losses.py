@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridflow.algorithms import AGGREGATIONS, LOSSES
 from hybridflow.algorithms.correction import LEVELS, METHODS
@@ -18,6 +19,7 @@ from tests.ranks import run_ranks
 
 ONE = ParallelLayout()
 # Steps too small to move a float32 weight: every loss meets the same model.
+MOVING = OptimizerSettings(lr=1e-2)
 STILL = OptimizerSettings(lr=1e-30, clip_grad=0.0)
 BOUNDS = {"gmpo": (0.4, 0.4), "gspo": (0.1, 0.1), "gspo_token": (0.1, 0.1)}
 
@@ -59,6 +61,15 @@ def off_policy_batch() -> Batch:
     return near.with_field("rollout_logprobs", Axis.TOKENS, old.with_values(old.values + noise_T))
 
 
+def hidden_batch() -> Batch:
+    """With final hidden states as another model might have them."""
+    batch = off_policy_batch()
+    generator = torch.Generator().manual_seed(6)
+    hidden_TH = torch.randn(len(batch["responses"].values), 24, generator=generator)
+    hidden = batch["responses"].with_values(hidden_TH)
+    return batch.with_field("ref_hidden", Axis.TOKENS, hidden)
+
+
 def masked_batch() -> Batch:
     """Without four responses, two of them a prompt's first and last."""
     mask = torch.ones(12, dtype=torch.bool)
@@ -67,13 +78,15 @@ def masked_batch() -> Batch:
 
 
 def measure(path: str, layout: ParallelLayout, batch: Batch, **options: Any) -> dict[str, Any]:
-    engine = make_engine(path, layout, optimizer=STILL, **options)
+    engine = make_engine(path, layout, optimizer=STILL, keep_reference_head=True, **options)
     part = my_part(batch, layout)
     found = {name: engine.update(part, loss) for name, loss in CASES.items()}
     masked = my_part(masked_batch(), layout)
     for aggregation in AGGREGATIONS:
         loss = replace(settings("ppo_clip"), aggregation=aggregation)
         found[f"masked {aggregation}"] = engine.update(masked, loss)
+    full = replace(settings("ppo_clip"), kl_coef=0.3, kl_estimator="full")
+    found["full kl"] = engine.update(my_part(hidden_batch(), layout), full)
     return found
 
 
@@ -143,6 +156,30 @@ def test_a_masked_response_is_as_good_as_absent(tiny_qwen3: str):
     batches = [batch.with_field("sample_mask", Axis.SAMPLES, mask), single]
     masked, expected = run_ranks(updates, 1, tiny_qwen3, batches)[0]
     assert masked == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def from_itself(path: str, layout: ParallelLayout) -> dict[str, float]:
+    engine = make_engine(path, layout, optimizer=MOVING, keep_reference_head=True)
+    part = my_part(off_policy_batch(), layout)
+    responses, hidden = part["responses"], engine.hidden(part)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, hidden)
+    (mine,) = [s for s in states if s is not None and torch.equal(s.offsets, responses.offsets)]
+    part = part.with_field("ref_hidden", Axis.TOKENS, mine)
+    loss = replace(settings("ppo_clip"), kl_coef=0.3, kl_estimator="full", temperature=0.8)
+    before, after = engine.update(part, loss), engine.update(part, loss)
+    return {"before": before["kl"], "after": after["kl"]}
+
+
+@pytest.mark.parametrize("layout", [ONE, ParallelLayout(tp=2, pp=2)], ids=["one", "tp2pp2"])
+@pytest.mark.parametrize("kind", ["tiny_qwen3", "tied_qwen3"])
+def test_the_whole_kl_grows_from_nothing(
+    request: pytest.FixtureRequest, kind: str, layout: ParallelLayout
+):
+    """Its own hidden states under its own head are the policy; after a step they no longer are."""
+    path = request.getfixturevalue(kind)
+    result = run_ranks(from_itself, layout.world, path, layout)[0]
+    assert result["before"] == pytest.approx(0, abs=1e-6) and result["after"] > 1e-4
 
 
 def test_everything_masked_moves_nothing(tiny_qwen3: str):

@@ -20,12 +20,16 @@ def faults_of(*overrides: str) -> list[str]:
 
 
 GROUPS = ("rloo", "opo", "gpg", "gdpo", "reinforce_pp_baseline")
-FLOWS = (*GROUPS, "dapo", "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
+FLOWS = (*GROUPS, "dapo", "grpo_full_kl", "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_shipped_dataflows_are_sound(workspace: Path, name: str):
-    further = {"gdpo": [FORMAT], "dapo": ["algorithm.kl.coef=0.0"]}
+    further = {
+        "gdpo": [FORMAT],
+        "dapo": ["algorithm.kl.coef=0.0"],
+        "grpo_full_kl": ["algorithm.kl.estimator=full"],
+    }
     assert faults_of(f"dataflow={name}", *further.get(name, [])) == []
 
 
@@ -107,6 +111,18 @@ def test_fields_of_corrections(workspace: Path, old: str, new: str, setting: str
     Path("flow.yaml").write_text(GRPO.replace(old, new))
     found = faults_of("dataflow=flow.yaml", setting)
     assert len(found) == 1 and what in found[0], found
+
+
+def test_what_the_whole_kl_needs(workspace: Path):
+    (found,) = faults_of("algorithm.kl.estimator=full")
+    assert "lacks `ref_hidden`, which algorithm.kl.coef > 0 needs with the estimator" in found
+    found = faults_of("dataflow=grpo_full_kl")
+    assert len(found) == 2 and "only the estimator full reads" in found[1]
+    graph = (SHIPPED / "grpo_full_kl.yaml").read_text()
+    assert graph.count("role: reference") == 1
+    Path("flow.yaml").write_text(graph.replace("role: reference", "role: actor"))
+    (found,) = faults_of("dataflow=flow.yaml", "algorithm.kl.estimator=full")
+    assert "gives 'ref_hidden' of the role 'actor'" in found
 
 
 LOOPS = [

@@ -35,6 +35,7 @@ def test_the_package_ships_the_dataflows():
             "gmpo",
             "gpg",
             "grpo",
+            "grpo_full_kl",
             "grpo_shuffled",
             "gspo",
             "opo",

@@ -154,6 +154,24 @@ def reward_faults(context: Context) -> Iterator[Fault]:
                 yield from _kl_faults(node)
 
 
+def full_kl_faults(context: Context) -> Iterator[Fault]:
+    """Hidden states that nobody reads, or of a model whose output head is not at hand."""
+    full = context.recipe.algorithm.kl.estimator == "full"
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            field = node.inputs.get("ref_hidden") if node.call == "update" else None
+            if field is None:
+                continue
+            maker = stage.graph.producers.get(field)
+            if not full:
+                what = f"node '{node.name}' takes `ref_hidden`, which only the estimator full reads"
+                yield Fault(node.origin, what, "set algorithm.kl.estimator to full, or remove it")
+            elif maker is not None and maker.role != "reference":
+                what = f"node '{maker.name}' gives '{field}' of the role '{maker.role}', but the "
+                what += "estimator `full` has the output head of the reference"
+                yield Fault(maker.origin, what, "use role: reference")
+
+
 def loop_faults(context: Context) -> Iterator[Fault]:
     """Fields that are to be kept but are not given, and a buffer longer than a response."""
     rollout = context.recipe.roles.rollout
@@ -251,4 +269,5 @@ CHECKS = (
     Check(GRAPHS, reward_faults),
     Check((*GRAPHS, "roles.actor"), correction_faults),
     Check(GRAPHS, loop_faults),
+    Check(GRAPHS, full_kl_faults),
 )

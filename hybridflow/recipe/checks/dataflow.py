@@ -39,9 +39,15 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
         what = f"node '{node.name}' lacks `old_logprobs`, which {reason} need"
         fix = "compute them before the update, or pass `{old_logprobs: rollout_logprobs}`"
         yield Fault(node.origin, what, fix)
-    if context.recipe.algorithm.kl.coef > 0 and "ref_logprobs" not in node.inputs:
-        what = f"node '{node.name}' lacks `ref_logprobs`, which algorithm.kl.coef > 0 needs"
-        fix = "add a node that computes the reference's logprobs, or set algorithm.kl.coef to 0"
+    kl = context.recipe.algorithm.kl
+    field, call = (
+        ("ref_logprobs", "logprobs") if kl.estimator != "full" else ("ref_hidden", "hidden")
+    )
+    if kl.coef > 0 and field not in node.inputs:
+        what = f"node '{node.name}' lacks `{field}`, which algorithm.kl.coef > 0 needs"
+        if kl.estimator == "full":
+            what += " with the estimator `full`"
+        fix = f"add a node `{{role: reference, call: {call}}}`, or set algorithm.kl.coef to 0"
         yield Fault(node.origin, what, fix)
 
 
