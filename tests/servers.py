@@ -10,6 +10,8 @@ import pytest
 
 from hybridflow.rollout import RolloutClient, Server, ServerConfig, start_server
 
+TOKEN = "s3cret-of-the-tests"
+
 
 @dataclass
 class Rollout:
@@ -42,6 +44,7 @@ def _serve(engine: str, model: Path, logs: Path) -> Iterator[Rollout]:
         start_timeout=250,
         request_timeout=120,
         max_running_requests=64,
+        token=TOKEN,
     )
     server = start_server(config)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -297,4 +298,5 @@ def _server(recipe: Recipe) -> ServerConfig:
         start_timeout=section.start_timeout_seconds,
         request_timeout=section.request_timeout_seconds,
         python=section.python,
+        token=secrets.token_hex(32),  # of this run: other users of the hosts reach 127.0.0.1 too
     )

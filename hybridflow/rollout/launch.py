@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridflow import owned
@@ -40,11 +40,12 @@ class ServerConfig:
 
     `python` is the interpreter of SGLang's venv (default `.venv-sglang/bin/python` of the
     checkout); the local engine runs in this one. `log_path` None keeps the log until `stop`. A
-    `host` beyond loopback needs a `token`. `threads` are per rank; experts
-    are spread over `ep` groups of the `tp` ranks. Without `prefix_cache` SGLang begins each prompt
-    anew; the local engine keeps no prefixes. `sync_folder` is the only folder
-    that published shards may come from (see `server_side`); None: they may not. `gpus` are the
-    machine's GPUs that its ranks use, in their order; None: the first ones that this process sees.
+    `host` beyond loopback needs a `token`, without which a server does nothing but say that it
+    lives; it travels in a file that only this user reads. `threads` are per rank; experts are
+    spread over `ep` groups of the `tp` ranks. Without `prefix_cache` SGLang begins each prompt
+    anew; the local engine keeps no prefixes. `sync_folder` is the only folder that published shards
+    may come from (see `server_side`); None: they may not. `gpus` are the machine's GPUs that its
+    ranks use, in their order; None: the first ones that this process sees.
     """
 
     engine: str
@@ -60,7 +61,7 @@ class ServerConfig:
     seed: int = 0
     version: int = 0
     host: str = "127.0.0.1"
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     python: str | None = None
     log_path: str | Path | None = None
     sync_folder: str | Path | None = None

@@ -18,6 +18,7 @@ from hybridflow.weight_sync.checksum import engine_digest, rank_digest
 from hybridflow.weight_sync.layout import server_parameters
 from hybridflow.weight_sync.layout.build import build
 from hybridflow.weight_sync.slots import Slot, SlotLayout, create_slot, slot_rank_digest
+from tests.servers import TOKEN
 from tests.tiny_models import make_model
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13]]
@@ -87,6 +88,7 @@ def serve_shards(
             log_path=folder / "server.log",
             start_timeout=400,
             request_timeout=120,
+            token=TOKEN,
         )
     )
     try:

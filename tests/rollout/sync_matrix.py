@@ -18,6 +18,7 @@ from hybridflow.weight_sync.publication import publish_to
 from hybridflow.weight_sync.transports import make_inbox
 from hybridflow.weight_sync.wiring import SyncSettings, Wiring
 from megatron_bridge.reshard import Seat
+from tests.servers import TOKEN
 from tests.weight_sync.trainer import Trainer
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13]]
@@ -68,6 +69,7 @@ def served(
         log_path=work / f"{engine}-{tp}.log",
         start_timeout=400,
         request_timeout=120,
+        token=TOKEN,
     )
     server = start_server(config)
     try:

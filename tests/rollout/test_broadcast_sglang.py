@@ -24,6 +24,7 @@ from hybridflow.weight_sync.broadcast import BroadcastInbox, stream_name, tell
 from hybridflow.weight_sync.pairs import Listener, PairError, PairTimeout, connect
 from hybridflow.weight_sync.pairs.broadcast_group import BroadcastGroup
 from tests.rollout.broadcast_cases import broadcast, config, weights, wiring
+from tests.servers import TOKEN
 from tests.tiny_models import make_model
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10]]
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 def _start(folder: Path, tp: int) -> tuple[Server, RolloutClient]:
-    server = start_server(ServerConfig("sglang", folder, tp=tp, start_timeout=400))
+    server = start_server(ServerConfig("sglang", folder, tp=tp, token=TOKEN, start_timeout=400))
     return server, server.client(timeout=120)
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ from hybridflow.weight_sync import (
     server_checksum,
     write_version,
 )
-from tests.servers import Rollout, load_and_prove
+from tests.servers import TOKEN, Rollout, load_and_prove
 from tests.tiny_models import EOS, VOCAB, greedy, logprobs, make_model, reference
 
 PROMPTS = [[5, 17, 33], [40, 8, 9, 10, 11, 12, 13], [99, 2]]
@@ -231,7 +232,7 @@ def test_threads_share_a_client(rollout_server: Rollout):
 
 
 def test_a_deadline_names_what_it_waited_for(rollout_server: Rollout):
-    client = RolloutClient(rollout_server.server.url, timeout=0.5)
+    client = RolloutClient(rollout_server.server.url, TOKEN, timeout=0.5)
     rollout_server.client.pause("retract")
     try:
         with pytest.raises(RolloutError, match=r"/generate did not answer within"):
@@ -239,6 +240,40 @@ def test_a_deadline_names_what_it_waited_for(rollout_server: Rollout):
     finally:
         rollout_server.client.continue_()
         rollout_server.client.abort()
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_without_the_token_nothing_is_done(rollout_server: Rollout, token: str | None):
+    """Loopback is every user's of the machine."""
+    stranger = RolloutClient(rollout_server.server.url, token, timeout=60)
+    asked = (
+        stranger.model_info,
+        stranger.server_info,
+        lambda: stranger.generate(PROMPTS, 1, GREEDY),
+        stranger.pause,
+        stranger.continue_,
+        stranger.abort,
+        stranger.flush_cache,
+        lambda: stranger.update_from_disk(rollout_server.model),
+        stranger.begin_weight_update,
+        stranger.end_weight_update,
+        lambda: stranger.set_version(99),
+        stranger.checksum,
+        lambda: stranger.join_weight_group({}, 60),
+        lambda: stranger.update_from_group("g", {"names": [], "dtypes": [], "shapes": []}, 60),
+        lambda: stranger.leave_weight_group("g", 60),
+    )
+    for ask in asked:
+        with pytest.raises(RolloutError, match="answered 401"):
+            ask()
+    assert stranger.health()
+
+
+def test_nobody_else_learns_the_token(rollout_server: Rollout):
+    server = rollout_server.server
+    assert TOKEN not in server.log_path.read_text() and TOKEN not in repr(server.config)
+    for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(True)]:
+        assert TOKEN not in "\0".join([*process.cmdline(), *process.environ().values()])
 
 
 def _until(running: Future, action) -> None:

@@ -12,8 +12,10 @@ from hybridflow.rollout import Sampling
 from hybridflow.rollout.local.model import Decoder
 from hybridflow.rollout.local.requests import read_generate
 from hybridflow.rollout.local.scheduler import Scheduler
-from tests.servers import Rollout
+from tests.servers import TOKEN, Rollout
 from tests.tiny_models import VOCAB, make_model, reference
+
+ALLOWED = {"Authorization": f"Bearer {TOKEN}"}
 
 CASES = [
     ("llama", {"tie_word_embeddings": True}),
@@ -218,7 +220,9 @@ BAD = [
 
 @pytest.mark.parametrize(("body", "text"), BAD)
 def test_bad_requests_are_clean_400s(local_server: Rollout, body: dict, text: str):
-    answer = requests.post(local_server.server.url + "/generate", json=body, timeout=60)
+    answer = requests.post(
+        local_server.server.url + "/generate", json=body, headers=ALLOWED, timeout=60
+    )
     assert (answer.status_code, text in answer.json()["message"]) == (400, True), answer.text
     assert local_server.client.health()
 
@@ -232,7 +236,9 @@ def test_other_bad_calls(local_server: Rollout):
         ("/weights_checker", {"action": "snapshot"}, 400),
         ("/update_weight_version", {}, 400),
     ):
-        assert requests.post(url + path, json=body, timeout=60).status_code == status
-    raw = requests.post(url + "/generate", data=b"{not json", timeout=60)
+        assert (
+            requests.post(url + path, json=body, headers=ALLOWED, timeout=60).status_code == status
+        )
+    raw = requests.post(url + "/generate", data=b"{not json", headers=ALLOWED, timeout=60)
     assert raw.status_code == 400
     assert local_server.client.health()
