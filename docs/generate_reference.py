@@ -13,7 +13,7 @@ from hybridflow.recipe import catalogue
 from hybridflow.recipe.graph_load import NODE_KEYS
 from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.schema import Recipe
-from hybridflow.recipe.schema_roles import RewardSection, RolesSection
+from hybridflow.recipe.schema_roles import FurtherModelSection, RewardSection, RolesSection
 from hybridflow.recipe.section import Section
 from hybridflow.recipe.signature import Option, Signature
 from hybridflow.recipe.source import to_yaml
@@ -43,10 +43,13 @@ def _section(path: str, section: type[Section]) -> Iterator[str]:
             inner.append((key, nested))
         yield f"| `{name}` | {_kind(info, nested)} | {_default(info)} | {info.description} |"
     if section is RolesSection:
-        yield "| any other name | as `roles.reward` | | a further reward role |"
+        yield "| any other name | as `roles.reward` | | with `function`: a further reward role |"
+        yield "| any other name | as `roles.NAME` below | | with `head`: a further model |"
     yield ""
     for key, nested in inner:
         yield from _section(key, nested)
+    if section is RolesSection:
+        yield from _section("roles.NAME", FurtherModelSection)
     if section is RewardSection:
         yield from _rewards()
 
@@ -142,11 +145,17 @@ def _inputs() -> Iterator[str]:
 
 
 def _calls() -> Iterator[str]:
-    kinds = {"model": "actor, reference", "rollout": "rollout", "reward": "reward roles"}
+    kinds = {
+        "model": "actor, reference, further models with `head: vocabulary`",
+        "value": "critic, further models with `head: value`",
+        "rollout": "rollout",
+        "reward": "reward roles",
+    }
     yield from ("## Calls", "")
     for (kind, name), signature in catalogue.CALLS.items():
-        roles = "actor" if signature.trainable else kinds[kind]
-        yield f"### `{name}` of {roles}"
+        roles = "actor" if name == "publish" else kinds[kind]
+        trained = ", where trained" if signature.trainable else ""
+        yield f"### `{name}` of {roles}{trained}"
         yield from ("", *_signature(signature))
 
 
@@ -194,7 +203,7 @@ def _option(option: Option) -> str:
 
 def _words() -> Iterator[str]:
     yield from ("## Losses", "", "| `loss` | Meaning | Needs |", "|---|---|---|")
-    for name, loss in catalogue.LOSSES.items():
+    for name, loss in {**catalogue.LOSSES, **catalogue.VALUE_LOSSES}.items():
         needs = ", ".join(f"`{parameter}`" for parameter in loss.needs) or "nothing more"
         yield f"| `{name}` | {loss.description}{_aliases(catalogue.LOSSES, name)} | {needs} |"
     yield from ("", "## Conditions of `when`", "", "| Word | True where |", "|---|---|")

@@ -97,14 +97,14 @@ def build_chunks(
     transformer = transformer_config(config, layout, dtype, transformer_options)
     chunks = []
     for chunk in range(layout.vpp):
-        model = _chunk(config, layout, transformer, chunk)
+        model = _chunk(config, layout, transformer, chunk, seed)
         model.bridge_origin = Origin(hf_config, layout, dtype, chunk)  # type: ignore[assignment]
         chunks.append(model)
     return chunks
 
 
 def _chunk(
-    config: HfConfig, layout: ParallelLayout, transformer: Any, chunk: int
+    config: HfConfig, layout: ParallelLayout, transformer: Any, chunk: int, seed: int
 ) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
 
@@ -125,7 +125,7 @@ def _chunk(
         **translation.gpt_arguments(config),
     )
     if last and has_value_head(config):
-        model.output_layer = ValueHead(transformer, labels(config))
+        model.output_layer = ValueHead(transformer, labels(config), seed)
     dense_variants.finish(model, transformer)
     model = model.to(device.device())
     if last and not has_value_head(config):

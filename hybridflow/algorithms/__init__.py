@@ -5,6 +5,7 @@ from hybridflow.algorithms.functions import FUNCTIONS, FunctionContext
 from hybridflow.algorithms.kl import ESTIMATORS
 from hybridflow.algorithms.losses import LOSSES
 from hybridflow.algorithms.losses.preference import PREFERENCES
+from hybridflow.algorithms.values import VALUE_LOSSES
 
 __all__ = [
     "AGGREGATIONS",
@@ -12,5 +13,6 @@ __all__ = [
     "FUNCTIONS",
     "LOSSES",
     "PREFERENCES",
+    "VALUE_LOSSES",
     "FunctionContext",
 ]

@@ -17,6 +17,16 @@ from hybridflow.recipe.registry import Registry
 
 
 @dataclass(frozen=True)
+class GaeSettings:
+    """See ``advantages.gae``; ``whiten_rewards`` is that of ``advantages.token_rewards``."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_rewards: bool = False
+    whiten_advantages: bool = True
+
+
+@dataclass(frozen=True)
 class FunctionContext:
     """What a function may know beside its inputs.
 
@@ -29,6 +39,9 @@ class FunctionContext:
         max_tokens: most tokens of a response.
         previous: the node's own outputs of the round before, within a ``repeat_until`` of this
             step; None in the first round and outside of one.
+        kl_coef: weight of the KL in every token's reward; 0 where the KL is a term of the loss.
+        kl_estimator: of that KL.
+        gae: of functions over a critic's values.
     """
 
     step: int = 0
@@ -38,6 +51,8 @@ class FunctionContext:
     kl_coef: float = 0.0
     max_tokens: int = 0
     previous: Mapping[str, Any] | None = None
+    kl_estimator: str = "k3"
+    gae: GaeSettings = GaeSettings()
 
 
 Function = Callable[..., dict[str, Any]]
@@ -101,6 +116,30 @@ def reinforce_pp_baseline(batch: Batch, context: FunctionContext) -> dict[str, A
     rewards_PG = _per_prompt(batch, "rewards")
     lengths_PG = batch["responses"].lengths.view_as(rewards_PG)
     return {"advantages": advantages.reinforce_pp_baseline(rewards_PG, lengths_PG).flatten()}
+
+
+def token_rewards(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """rewards (samples), responses, perhaps logprobs, ref_logprobs -> token_rewards (tokens)."""
+    kl = {name: batch[name] for name in ("logprobs", "ref_logprobs") if name in batch}
+    found = advantages.token_rewards(
+        batch["rewards"],
+        batch["responses"],
+        context.kl_coef,
+        context.kl_estimator,
+        whitened=context.gae.whiten_rewards,
+        **kl,
+    )
+    return {"token_rewards": found}
+
+
+def gae(batch: Batch, context: FunctionContext, whiten: bool | None = None) -> dict[str, Any]:
+    """token_rewards, values (tokens) -> advantages, returns (tokens)."""
+    settings = context.gae
+    whitened = settings.whiten_advantages if whiten is None else whiten
+    advantages_, returns = advantages.gae(
+        batch["token_rewards"], batch["values"], settings.gamma, settings.lam, whitened=whitened
+    )
+    return {"advantages": advantages_, "returns": returns}
 
 
 def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, Any]:
@@ -191,6 +230,8 @@ _FUNCTIONS: dict[str, Function] = {
     "gdpo": gdpo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "token_rewards": token_rewards,
+    "gae": gae,
     "shuffle": shuffle,
     "prompt_mean": prompt_mean,
     "weighted_sum": weighted_sum,

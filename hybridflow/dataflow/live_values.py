@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from hybridflow.dataflow.state import LiveValue
@@ -20,14 +21,13 @@ def live_values(plan: Plan) -> list[LiveValue]:
     no_kl = "" if algorithm.kl.coef else _NO_KL
     nodes = [node for stage in plan.stages for node in stage.graph.nodes]
     older = _OLDER_SAMPLES if any(node.delay for node in nodes) else ""
-    rate, fastest = plan.stages[0].optimizer.lr, max(s.optimizer.lr for s in plan.stages)
     coef, bonus = algorithm.kl.coef, algorithm.entropy_coef
     least = min(1e-6, coef) if algorithm.kl.adaptive else 0  # times anything, 0 stays 0
     run, actor = partial(LiveValue, fixed=_RUNS), partial(LiveValue, role="actor")
     return [
         run("step", 0, 0, LARGEST, "steps that have ended, over all stages"),
         run("weight_version", 0, 0, LARGEST, "version that the servers hold"),
-        actor("actor_lr", rate, 0, max(1.0, fastest), "peak of the learning rate"),
+        *_rates(plan),
         actor("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
         actor("entropy_coef", bonus, 0, max(10.0, bonus), "weight of the entropy"),
         *([] if rollout is None else _of_sampling(rollout.sampling, older)),
@@ -44,3 +44,11 @@ def _of_sampling(sampling: SamplingSection, older: str) -> list[LiveValue]:
         rollout("top_k", sampling.top_k, -1, LARGEST, "tokens to draw from; -1: all", (0,)),
         rollout("max_tokens", tokens, 1, tokens, "most tokens of a response"),
     ]
+
+
+def _rates(plan: Plan) -> Iterator[LiveValue]:
+    """The learning rate of every model that some stage trains."""
+    for role in dict.fromkeys(role for stage in plan.stages for role in stage.trained):
+        rates = [s.trained[role].optimizer.lr for s in plan.stages if role in s.trained]
+        top = max(1.0, *rates)
+        yield LiveValue(f"{role}_lr", rates[0], 0, top, "peak of the learning rate", role=role)

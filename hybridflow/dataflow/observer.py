@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
 from hybridflow.dataflow.steps import StepOutcome
+from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.graph import Graph, Node
 from hybridflow.weight_sync.publication import PublishReport
 
@@ -29,7 +30,7 @@ class Observer:
         self._evaluated = evaluated
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
         self._scoring = [n for n in graph.nodes if _is(n, kinds, "reward", "score")]
-        self._updating = [n for n in graph.nodes if _is(n, kinds, "model", "update")]
+        self._updating = [n for n in graph.nodes if n.role is not None and n.call == "update"]
         self._measuring = [n for n in graph.nodes if _is(n, kinds, "model", "evaluate")]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
@@ -46,8 +47,9 @@ class Observer:
                 found["generate/seconds"] = found.get("generate/seconds", 0.0) + took
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
-            found |= {f"update/{name}": value for name, value in measured.items()}
-            found["update/seconds"] = outcome.timings.seconds[node.name]
+            prefix = "update" if node.role == ACTOR else node.role
+            found |= {f"{prefix}/{name}": value for name, value in measured.items()}
+            found[f"{prefix}/seconds"] = outcome.timings.seconds[node.name]
         for node in self._ran(self._measuring, outcome):
             measured = outcome.results[node.name]["metrics"]
             found |= {f"eval/{name}": value for name, value in measured.items()}

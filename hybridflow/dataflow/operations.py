@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from hybridflow.algorithms import FUNCTIONS, FunctionContext, staleness
+from hybridflow.algorithms.functions import GaeSettings
+from hybridflow.algorithms.values import explained_variance
 from hybridflow.batch import Batch
 from hybridflow.dataflow.steps import Operation, StepContext
 from hybridflow.dataflow.team import Team
@@ -52,14 +54,17 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
     known = signature(None, node.function)
     assert known is not None, f"unknown function in a checked graph: {node.function}"
     algorithm, state = around.recipe.algorithm, around.team.state
+    gae = algorithm.gae
     told = FunctionContext(
         step=context.step - 1,
         seed=around.recipe.seed,
         normalize_by_std=algorithm.normalize_by_std,
         prompts_per_step=around.stage.prompts_per_step,
-        kl_coef=state["kl_coef"],
         max_tokens=int(state["max_tokens"]) if "max_tokens" in state else 0,
         previous=context.previous,
+        kl_coef=state["kl_coef"] if algorithm.kl.place == "reward" else 0.0,
+        kl_estimator=algorithm.kl.estimator,
+        gae=GaeSettings() if gae is None else GaeSettings(**gae.model_dump()),
     )
     data = FUNCTIONS[str(node.function)](batch, told, **node.options)
     axes = {name: known.outputs[name].axis for name in data}
@@ -101,18 +106,33 @@ def _hidden(node: Node, around: Surroundings, batch: Batch, context: StepContext
 
 
 def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    loss = around.team.loss(around.stage, node.options["loss"])
+    role = str(node.role)
+    loss = around.team.loss(around.stage, role, node.options["loss"])
     behind: dict[str, float] = {}
     if "token_versions" in batch and around.stage.generates:
         versions, allowed = batch["token_versions"], around.recipe.roles.servers.max_staleness
         staleness.require(versions, around.team.version, allowed)
         behind = staleness.staleness_metrics(versions, around.team.version)
-    return _of_run("metrics", {**around.team.update(batch, loss), **behind})
+    return _of_run("metrics", {**around.team.update(role, batch, loss), **behind})
+
+
+def _values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    return around.team.groups[str(node.role)].run(ModelWorker.values, batch)
+
+
+def _update_values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    role = str(node.role)
+    loss = around.team.value_loss(around.stage, role, node.options["loss"])
+    metrics = around.team.groups[role].run(ModelWorker.update_values, batch, loss)
+    if "values" in batch:
+        found = explained_variance(batch["values"].values, batch["returns"].values)
+        metrics = {**metrics, "explained_variance": found}
+    return _of_run("metrics", metrics)
 
 
 def _evaluate(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     loss = replace(
-        around.team.loss(around.stage, node.options["loss"]),
+        around.team.loss(around.stage, str(node.role), node.options["loss"]),
         temperature=1.0,  # the data brings the responses, also beside nodes that sample
         correction=None,
         off_policy_bound=None,
@@ -141,6 +161,9 @@ CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
     ("model", "hidden"): _hidden,
     ("model", "update"): _update,
     ("model", "evaluate"): _evaluate,
+    ("value", "values"): _values,
+    ("value", "update"): _update_values,
+    ("value", "save"): _save,
     ("model", "publish"): _publish,
     ("model", "save"): _save,
 }

@@ -22,10 +22,12 @@ from hybridflow.megatron.config import (
     EngineConfig,
     LossSettings,
     OptimizerSettings,
+    ValueLossSettings,
 )
-from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.placement import engine_slots
-from hybridflow.recipe.schema import AlgorithmSection, OptimizerSection, Recipe, SapoSection
+from hybridflow.recipe.schema import AlgorithmSection, Recipe, SapoSection
+from hybridflow.recipe.signature import MEGATRON_KINDS
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet
 from hybridflow.rollout.launch import ServerConfig
@@ -71,7 +73,10 @@ class Team:
         self.memory: dict[str, float] = {}
         home = plan.pool_of("rollout") if "rollout" in plan.roles else None
         shared = () if home is None else home.roles
-        self._beside_rollout = [role for role in shared if self.kinds[role] == "model"]
+        self._plan = plan
+        self._beside_rollout = [role for role in shared if self.kinds[role] in MEGATRON_KINDS]
+        trained = {role for one in plan.stages for role in one.trained}
+        self._trained = [role for role in plan.roles if role in trained]
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self.groups: dict[str, WorkerGroup] = {}
         engines: list[RolloutEngine] = []
@@ -117,9 +122,9 @@ class Team:
     ) -> tuple[type, ParallelLayout | int, dict[str, Any]]:
         """Worker class, layout and settings of a role."""
         recipe = self.recipe
-        if kind == "model":
-            layout = recipe.layout(role)
-            return ModelWorker, layout, {"engine": _engine(recipe, role, layout, stage)}
+        if kind in MEGATRON_KINDS:
+            config = _engine(self._plan, role, kind, stage)
+            return ModelWorker, config.layout, {"engine": config}
         section = recipe.roles.rewards()[role]
         return RewardWorker, section.workers, reward_settings(recipe, role)
 
@@ -138,8 +143,30 @@ class Team:
         """Of the responses of a stage: the sampler's, and 1 for those that the data brings."""
         return self.state["temperature"] if stage.generates else 1.0
 
-    def loss(self, stage: Stage, name: str) -> LossSettings:
-        """How the actor turns a batch of ``stage`` into optimizer steps."""
+    def value_loss(self, stage: Stage, role: str, name: str) -> ValueLossSettings:
+        """How a critic turns a batch of ``stage`` into optimizer steps."""
+        algorithm = self.recipe.algorithm
+        return ValueLossSettings(
+            name=name,
+            clip=algorithm.value_clip or ValueLossSettings.clip,
+            aggregation=algorithm.aggregation,
+            loss_divisor=algorithm.loss_divisor or ValueLossSettings.loss_divisor,
+            **self._passes(stage, role),
+        )
+
+    def _passes(self, stage: Stage, role: str) -> dict[str, Any]:
+        """How often ``role`` passes over a batch and, beside the recipe's, at what rate."""
+        training = stage.trained.get(role)
+        if training is None:  # it is looked at, not trained
+            return {}
+        return {
+            "mini_batches": training.mini_batches,
+            "epochs": training.epochs,
+            "lr_scale": self.state[f"{role}_lr"] / training.optimizer.lr,
+        }
+
+    def loss(self, stage: Stage, role: str, name: str) -> LossSettings:
+        """How a policy turns a batch of ``stage`` into optimizer steps."""
         algorithm = self.recipe.algorithm
         low, high = algorithm.clip_bounds
         gate = algorithm.sapo or SapoSection()
@@ -150,35 +177,37 @@ class Team:
             dual_clip=algorithm.dual_clip or LossSettings.dual_clip,
             tau_positive=gate.tau_positive,
             tau_negative=gate.tau_negative,
-            kl_coef=self.state["kl_coef"],
+            kl_coef=self.state["kl_coef"] if algorithm.kl.place == "loss" else 0.0,
             kl_estimator=algorithm.kl.estimator,
             **(_corrections(algorithm, self.state) if stage.generates else {}),
             preference=PreferenceSettings(**algorithm.preference.model_dump()),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.temperature(stage),
-            mini_batches=stage.mini_batches,
-            epochs=stage.epochs,
-            lr_scale=self.state["actor_lr"] / stage.optimizer.lr,
+            **self._passes(stage, role),
             agreement_threshold=algorithm.agreement.threshold,
             agreement_bound=algorithm.agreement.bound if stage.generates else None,
             weight_version=self.version if stage.generates else None,
         )
 
-    def begin_stage(self, stage: Stage) -> None:
-        """A fresh optimizer for ``stage``."""
-        self.groups["actor"].run(ModelWorker.begin_stage, optimizer_settings(stage))
+    def begin_stage(self, stage: Stage, *, resuming: bool = False) -> None:
+        """A fresh optimizer for the roles that ``stage`` trains, but for those whose optimizer
+        goes on from the stage before (``resuming``: for them too, to load its state into)."""
+        for role, training in stage.trained.items():
+            if resuming or not training.goes_on:
+                settings = optimizer_settings(self._plan, stage, role)
+                self.groups[role].run(ModelWorker.begin_stage, settings)
 
     def publish(self) -> int:
         """Bring the actor's weights to every engine as the next version; that version."""
         assert self.publisher is not None, "checked graphs act on started roles alone"
         return self.publisher.publish()
 
-    def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
+    def update(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The optimizer steps of one training step; its metrics."""
-        if self.publisher is not None:
+        if self.publisher is not None and role == ACTOR:
             self.publisher.actor_moved()
-        return self.groups["actor"].run(ModelWorker.update, batch, loss)
+        return self.groups[role].run(ModelWorker.update, batch, loss)
 
     def evaluate(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss and its metrics under a role's weights, without a step."""
@@ -199,16 +228,25 @@ class Team:
                 self.memory[f"memory/{role}_{name}_bytes"] = float(most)
 
     def save(self, folder: Path) -> None:
-        """The actor's state, to go on from."""
-        self.groups["actor"].run(ModelWorker.save, str(folder))
+        """Every trained role's state in a folder of its name, to go on from."""
+        for role in self._trained:
+            self.groups[role].run(ModelWorker.save, str(folder / role))
 
     def load(self, folder: Path) -> None:
         """Go on from what ``save`` wrote."""
-        self.groups["actor"].run(ModelWorker.load, str(folder))
+        for role in self._trained:
+            self.groups[role].run(ModelWorker.load, str(folder / role))
 
-    def export(self, folder: Path) -> None:
-        """The actor in HuggingFace format."""
-        self.groups["actor"].run(ModelWorker.save_pretrained, str(folder))
+    def export(self, folder: Path) -> list[Path]:
+        """The actor in HuggingFace format, and each further trained model in ``FOLDER_ROLE``
+        beside it; these folders."""
+        roles = dict.fromkeys(["actor", *self._trained])
+        folders = []
+        for role in (role for role in roles if role in self.groups):
+            name = folder.name if role == ACTOR else f"{folder.name}_{role}"
+            folders.append(folder.with_name(name))
+            self.groups[role].run(ModelWorker.save_pretrained, str(folders[-1]))
+        return folders
 
     def close(self) -> None:
         """Remove written versions, take no more requests; the session ends the workers."""
@@ -230,9 +268,13 @@ def _corrections(algorithm: AlgorithmSection, state: SharedState) -> dict[str, A
     }
 
 
-def optimizer_settings(stage: Stage) -> OptimizerSettings:
-    """The stage's optimizer section, with the number of its optimizer steps."""
-    section: OptimizerSection = stage.optimizer
+def optimizer_settings(plan: Plan, stage: Stage, role: str) -> OptimizerSettings | None:
+    """The role's optimizer in the stage or, where it does not train then, in the next one that
+    trains it, with the number of its optimizer steps; None for a role that never trains."""
+    training = plan.training(stage, role)
+    if training is None:
+        return None
+    section = training.optimizer
     return OptimizerSettings(
         lr=section.lr,
         betas=(section.betas[0], section.betas[1]),
@@ -242,7 +284,7 @@ def optimizer_settings(stage: Stage) -> OptimizerSettings:
         schedule=section.schedule,
         warmup_steps=section.warmup_steps,
         min_lr=section.min_lr,
-        total_steps=stage.optimizer_steps,
+        total_steps=plan.scheduled_steps(stage, role),
     )
 
 
@@ -269,18 +311,17 @@ def _engines(plan: Plan, session: Session, pool: Pool | None) -> list[RolloutEng
     return [engine(index, slots) for index, slots in enumerate(servers)]
 
 
-def _engine(recipe: Recipe, role: str, layout: ParallelLayout, stage: Stage) -> EngineConfig:
-    trains = role == "actor"
-    section = recipe.roles.actor if trains else recipe.roles.reference
-    assert section is not None, f"model role without a section: {role}"
+def _engine(plan: Plan, role: str, kind: str, stage: Stage) -> EngineConfig:
+    recipe = plan.recipe
     return EngineConfig(
-        model_path=recipe.model.path,
-        layout=layout,
+        model_path=recipe.model_path(role),
+        layout=plan.layouts[role],
         dtype=getattr(torch, recipe.model.dtype),
         seed=recipe.seed,
-        optimizer=optimizer_settings(stage) if trains else None,
-        micro_batch_tokens=section.micro_batch_tokens,
-        keep_reference_head=trains and recipe.algorithm.kl.estimator == "full",
+        optimizer=optimizer_settings(plan, stage, role),
+        micro_batch_tokens=recipe.roles.models()[role].micro_batch_tokens,
+        head="value" if kind == "value" else "vocabulary",
+        keep_reference_head=role == ACTOR and recipe.algorithm.kl.estimator == "full",
     )
 
 

@@ -92,17 +92,21 @@ class Trainer:
             resumed = resume if index == first else None
             if resumed is None and index > 0:
                 self._team.begin_stage(stage)
-                self._state.put(actor_lr=stage.optimizer.lr)
+                fresh = {r: t for r, t in stage.trained.items() if not t.goes_on}
+                self._state.put(**{f"{r}_lr": t.optimizer.lr for r, t in fresh.items()})
+                if stage.goes_on:
+                    before = self._feeds[self._plan.stages[index - 1].name].stream
+                    self._feeds[stage.name].stream.seek(before.position)
             self._run_stage(index, stage, resumed.progress.step if resumed else 0)
         if self._plan.recipe.export:
-            self._team.export(self._folder.export_path)
-            self._records.event("export", f"{self._folder.export_path}, in HuggingFace format")
+            for folder in self._team.export(self._folder.export_path):
+                self._records.event("export", f"{folder}, in HuggingFace format")
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """The engine's state, the data's position, and the servers' weights, proven."""
         progress = checkpoint.progress
-        self._team.begin_stage(self._plan.stages[progress.stage_index])
-        self._team.load(checkpoint.folder / "actor")
+        self._team.begin_stage(self._plan.stages[progress.stage_index], resuming=True)
+        self._team.load(checkpoint.folder)
         self._team.version = max(progress.weight_version, self._folder.noted_version())
         self._restore_state(checkpoint)
         if self._team.publisher is not None:
@@ -164,7 +168,7 @@ class Trainer:
             weight_version=self._team.version,
         )
         partial = self._folder.begin_checkpoint(progress)
-        self._team.save(partial / "actor")
+        self._team.save(partial)
         self._unfinished = partial, progress
         return str(partial.with_suffix(""))
 

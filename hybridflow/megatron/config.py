@@ -119,6 +119,30 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
+class ValueLossSettings:
+    """How a batch becomes optimizer steps of a critic.
+
+    Attributes:
+        name: an entry of ``hybridflow.algorithms.VALUE_LOSSES``.
+        clip: of the loss ``value_clip``.
+        aggregation, loss_divisor, mini_batches, epochs, lr_scale: as of ``LossSettings``.
+    """
+
+    name: str = "value_clip"
+    clip: float = 0.2
+    aggregation: str = "token_mean"
+    loss_divisor: float = 1.0
+    mini_batches: int = 1
+    epochs: int = 1
+    lr_scale: float = 1.0
+
+    @property
+    def temperature(self) -> float:
+        """Values are not divided by it."""
+        return 1.0
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One role's model on this group of ranks.
 
@@ -128,6 +152,7 @@ class EngineConfig:
         micro_batch_tokens: most input tokens of one packed forward pass.
         keep_reference_head: whether to hold the output head as it was loaded, for the KL
             estimator ``full``.
+        head: ``vocabulary``, or ``value`` for a model that ends in one number a token.
     """
 
     model_path: str
@@ -137,3 +162,4 @@ class EngineConfig:
     optimizer: OptimizerSettings | None = None
     micro_batch_tokens: int = 8192
     keep_reference_head: bool = False
+    head: str = "vocabulary"

@@ -20,16 +20,24 @@ from torch import Tensor
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron import checkpoint, memory
-from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+from hybridflow.megatron.config import (
+    EngineConfig,
+    LossSettings,
+    OptimizerSettings,
+    ValueLossSettings,
+)
 from hybridflow.megatron.full_kl import ReferenceHead
+from hybridflow.megatron.head import VALUE, VOCABULARY, model_config
 from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
-from hybridflow.megatron.rows import Rows, check_fields, rows_of
+from hybridflow.megatron.rows import check_fields, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
+from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
 from megatron_bridge import live
 from megatron_bridge.runtime import device, parallel
 
+_Passes = LossSettings | ValueLossSettings
 _UNTRAINABLE = "this engine was made without an optimizer; it cannot train"
 
 
@@ -42,12 +50,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._hf_config = live.load_hf_config(config.model_path)
+        self._hf_config, fresh_head = model_config(config.model_path, config.head)
         join(config)
         model = live.build_model(
             self._hf_config, config.layout, dtype=config.dtype, seed=config.seed
         )
-        live.load_weights(model, config.model_path)
+        live.load_weights(model, config.model_path, fresh_head=fresh_head)
         self._core: Any = model
         self._reference_head = None
         if config.keep_reference_head and self._core.post_process:
@@ -94,6 +102,20 @@ class Engine:
             Rows like the responses, on the CPU; None but on the last pipeline stage's first
             tensor-parallel rank.
         """
+        self._require_head(VOCABULARY)
+        return self._of_tokens(batch, temperature)
+
+    def values(self, batch: Batch) -> Ragged | None:
+        """Value of the state before every response token, float32; otherwise as ``logprobs``.
+
+        The last token before a response token is the one whose hidden state is read: the prompt's
+        last one for the first.
+        """
+        self._require_head(VALUE)
+        return self._of_tokens(batch)
+
+    def _of_tokens(self, batch: Batch, temperature: float = 1.0) -> Ragged | None:
+        """One number per response token, from the position that predicts it."""
         self.switch_to_training()
         responses: Ragged = batch["responses"]
         packs = self._packs(batch)
@@ -128,10 +150,10 @@ class Engine:
         return responses.with_values(flat_TH) if is_reporter() else None
 
     def _scatter(self, packs: list[Pack], flat_T: Tensor, temperature: float) -> None:
-        results = self._packed.logprobs(packs, temperature)
+        results = self._packed.infer(packs, temperature)
         if results:  # the last pipeline stage's
-            for pack, logprobs_R in zip(packs, results, strict=True):
-                flat_T[pack.source_R] = logprobs_R.cpu()
+            for pack, read_R in zip(packs, results, strict=True):
+                flat_T[pack.source_R] = read_R.cpu()
 
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """``loss.epochs`` passes of ``loss.mini_batches`` optimizer steps over the batch.
@@ -150,16 +172,37 @@ class Engine:
             ValueError: a field is missing, or a rank has no response in some mini-batch.
             FloatingPointError: loss or gradient is not finite; names the optimizer step.
         """
+        self._require_head(VOCABULARY)
         check_fields(batch, loss)
-        optimizer = self._trainer()
+        parts = [rows_of(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)]
+        measured = update_loss(loss, batch, self._packed.device, self._reference_head)
+        return self._optimise(parts, measured, loss)
+
+    def update_values(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """``update`` of a critic.
+
+        Args:
+            batch: this data-parallel rank's rows: ``prompts``, ``responses``, ``returns`` and, as
+                the loss needs, ``values`` from before the update, one of each a response token.
+        """
+        self._require_head(VALUE)
+        check_value_fields(batch, loss)
         parts = [
-            rows_of(part, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
-            for part in batch.split(loss.mini_batches)
+            value_rows(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)
         ]
+        return self._optimise(parts, ValueUpdateLoss(loss, self._packed.device), loss)
+
+    def _optimise(self, parts: list[Any], measured: Any, loss: _Passes) -> dict[str, float]:
+        """``loss.epochs`` passes of an optimizer step per part.
+
+        Args:
+            parts: mini-batches: ``Rows`` or the like, with ``packs`` and ``normaliser``.
+            measured: gives the loss of packs of a part and reduces metrics, as ``UpdateLoss``.
+        """
+        optimizer = self._trainer()
         packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
         parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
         normalisers = _global_normalisers(parts)
-        measured = update_loss(loss, batch, self._packed.device, self._reference_head)
         norms, rate = [], 0.0
         for epoch in range(loss.epochs):
             for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
@@ -180,9 +223,10 @@ class Engine:
         Returns:
             Metrics, the same on every rank.
         """
+        self._require_head(VOCABULARY)
         check_fields(batch, loss)
         self.switch_to_training()
-        rows = rows_of(batch, loss, self.config.micro_batch_tokens, self._packed.shares_prompts)
+        rows = rows_of(batch, loss, *self._packing())
         (packs,) = in_lockstep([rows.packs], self.config.layout)
         measured = update_loss(loss, batch, self._packed.device, self._reference_head)
         pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
@@ -190,8 +234,16 @@ class Engine:
             self._packed.evaluate(packs, loss.temperature, pack_loss)
         return measured.reduce([rows])
 
+    def _packing(self) -> tuple[int, bool]:
+        """Most tokens of a pack, and whether its responses may share a prompt."""
+        return self.config.micro_batch_tokens, self._packed.shares_prompts
+
+    def _require_head(self, head: str) -> None:
+        if self.config.head != head:
+            raise ValueError(f"this model ends in the {self.config.head}, not in the {head}")
+
     def _step(
-        self, optimizer: ModelOptimizer, rows: Rows, loss: LossSettings, pack_loss: PackLoss
+        self, optimizer: ModelOptimizer, rows: Any, loss: _Passes, pack_loss: PackLoss
     ) -> tuple[float, float]:
         """One optimizer step; gradient norm and learning rate."""
         optimizer.zero_grad()
@@ -301,7 +353,7 @@ def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(config, settings, model)
 
 
-def _global_normalisers(parts: list[Rows]) -> list[float]:
+def _global_normalisers(parts: list[Any]) -> list[float]:
     """Each mini-batch's normaliser, summed over data-parallel ranks.
 
     Raises:

@@ -14,15 +14,18 @@ from hybridflow.megatron import shared_prompts
 from hybridflow.megatron.logprobs import VocabParallelLogits
 from hybridflow.megatron.shared_prompts import sequences_of
 from megatron_bridge import live
+from megatron_bridge.registry import has_value_head
 
-PackLoss = Callable[[Pack, VocabParallelLogits], Tensor]
+PackLoss = Callable[[Pack, Any], Tensor]
+"""The loss of a pack from its ``VocabParallelLogits`` or, of a value head, its values ``[R]``."""
 
 
 class PackedModel:
     """This rank's part of a model, run over packs.
 
     The output layer sees the predicting positions alone: logits of prompt tokens are never made,
-    and those of one pack are all that exist at a time (per pipeline stage in flight).
+    and those of one pack are all that exist at a time (per pipeline stage in flight). What a loss
+    is handed are these logits, or the values ``[R]`` of a model with a value head.
 
     Args:
         model: a ``GPTModel`` or its data-parallel wrapper.
@@ -34,6 +37,7 @@ class PackedModel:
         self._see_hidden: Callable[[Tensor], None] | None = None
         self.device = next(model.parameters()).device
         core: Any = live.unwrap(model)
+        self._ends_in_values = has_value_head(live.origin(core).hf_config)
         self._positions = shared_prompts.install(core)
         if core.post_process:
             core.output_layer.register_forward_pre_hook(self._keep_predicting)
@@ -43,15 +47,15 @@ class PackedModel:
         """Whether packs may hold a prompt once for several responses."""
         return self._positions is not None
 
-    def logprobs(self, packs: list[Pack], temperature: float) -> list[Tensor]:
-        """``[R]`` log-probabilities of every pack's labels, without gradient.
+    def infer(self, packs: list[Pack], temperature: float) -> list[Tensor]:
+        """``[R]`` log-probabilities of every pack's labels, or values, without gradient.
 
         An empty list on all but the last pipeline stage.
         """
 
         def collect(pack: Pack) -> Callable[..., Tensor]:
-            return lambda logits_1RV, non_loss_data: (
-                self._logits(pack, logits_1RV, temperature).read().logprobs_T
+            return lambda output_1RX, non_loss_data: _of_labels(
+                self._output(pack, output_1RX, temperature)
             )
 
         with torch.no_grad():
@@ -93,7 +97,7 @@ class PackedModel:
         def train(pack: Pack) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
             # The schedule divides by the number of micro-batches, for a mean we do not want.
             return lambda logits_1RV: (
-                loss(pack, self._logits(pack, logits_1RV, temperature)) * len(packs),
+                loss(pack, self._output(pack, logits_1RV, temperature)) * len(packs),
                 {},
             )
 
@@ -139,6 +143,13 @@ class PackedModel:
             self._see_hidden(hidden_R1H)
         return (hidden_R1H, *others)
 
+    def _output(
+        self, pack: Pack, output_1RX: Tensor, temperature: float
+    ) -> VocabParallelLogits | Tensor:
+        if self._ends_in_values:
+            return output_1RX[0, :, 0]
+        return self._logits(pack, output_1RX, temperature)
+
     def _logits(self, pack: Pack, logits_1RV: Tensor, temperature: float) -> VocabParallelLogits:
         width = logits_1RV.shape[-1]
         return VocabParallelLogits(
@@ -148,3 +159,8 @@ class PackedModel:
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=temperature,
         )
+
+
+def _of_labels(output: VocabParallelLogits | Tensor) -> Tensor:
+    """``[R]`` the labels' log-probabilities, or the values as they are."""
+    return output if isinstance(output, Tensor) else output.read().logprobs_T

@@ -21,6 +21,7 @@ from hybridflow.recipe.catalogue_fields import (
     PROMPTS,
     RESPONSE_MASK,
     RESPONSES,
+    RETURNS,
     REWARD_VALUES,
     SAMPLE_MASK,
     TARGET_MASK,
@@ -28,11 +29,12 @@ from hybridflow.recipe.catalogue_fields import (
     TOKEN_ADVANTAGES,
     TOKEN_REWARDS,
     TOKEN_VERSIONS,
+    VALUES,
     field_type,
     takes,
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
-from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES
+from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES, VALUE_LOSSES
 from hybridflow.recipe.registry import Registry
 from hybridflow.recipe.signature import Option, RoleKind, Signature
 
@@ -200,6 +202,30 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         {"metrics": field_type(Axis.RUN, "object", "what was measured, by name")},
         {"loss": Option("str", required=True, choices=EVALUATED, description="the loss to report")},
     ),
+    ("value", "values"): Signature(
+        "Value of the state before every response token under the role's weights.",
+        {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
+        {"values": VALUES},
+    ),
+    ("value", "update"): Signature(
+        "Take the optimizer steps of one training step: epochs x mini-batches.",
+        {
+            "prompts": takes(PROMPTS),
+            "responses": takes(RESPONSES),
+            "values": takes(VALUES, optional=True, description="values before the update"),
+            "returns": takes(RETURNS, optional=True),
+        },
+        {"metrics": field_type(Axis.RUN, "object", "what the step measured, by name")},
+        {
+            "loss": Option(
+                "str",
+                required=True,
+                choices=tuple(VALUE_LOSSES),
+                description="the loss to minimise",
+            )
+        },
+        trainable=True,
+    ),
     ("model", "publish"): Signature(
         "Stream the weights into the rollout role named by `to` and prove them by checksum.",
         {},
@@ -207,18 +233,21 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         trainable=True,
     ),
     ("model", "save"): Signature(
-        "Write a checkpoint from which the run can go on.",
+        "Write a checkpoint of every trained model, from which the run can go on.",
         {},
         {"checkpoint": field_type(Axis.RUN, "object", "folder of the checkpoint")},
         trainable=True,
     ),
 }
+CALLS["value", "save"] = CALLS["model", "save"]
 
 CONDITIONS: dict[str, str] = {
     "rollout": "the recipe has roles.rollout",
     "off_policy": "the update looks back at the policy before it: mini_batches * epochs > 1, or "
     "algorithm.rollout_correction",
     "kl": "algorithm.kl.coef > 0",
+    "old_logprobs": "off_policy, or algorithm.kl.place is reward and its coef > 0",
+    "actor_trains": "not in the first algorithm.critic_warmup_steps steps",
 }
 
 SECTIONS: dict[str, str] = {

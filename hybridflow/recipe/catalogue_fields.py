@@ -41,4 +41,7 @@ TOKEN_ADVANTAGES = field_type(Axis.TOKENS, "float", "advantage of each response 
 FINISHED = field_type(Axis.SAMPLES, "bool", "whether the response ended on its own")
 SAMPLE_MASK = field_type(Axis.SAMPLES, "bool", "whether the response takes part")
 HIDDEN = field_type(Axis.TOKENS, "vectors", "final hidden state before each response token")
+VALUES = field_type(Axis.TOKENS, "float", "value of the state before each response token")
+RETURNS = field_type(Axis.TOKENS, "float", "return from each response token on: a value's target")
+TOKEN_REWARDS = field_type(Axis.TOKENS, "float", "reward of each response token")
 TOKEN_VERSIONS = field_type(Axis.TOKENS, "int", "weight version that each token was sampled from")

@@ -9,9 +9,12 @@ from hybridflow.recipe.catalogue_fields import (
     PROMPT_VALUES,
     PROMPTS,
     RESPONSES,
+    RETURNS,
     REWARD_VALUES,
     TOKEN_ADVANTAGES,
+    TOKEN_REWARDS,
     TOKEN_VERSIONS,
+    VALUES,
     field_type,
     takes,
 )
@@ -91,6 +94,31 @@ _FUNCTIONS: dict[str, Signature] = {
         {"rewards": takes(REWARD_VALUES), "responses": takes(RESPONSES)},
         {"advantages": ADVANTAGES},
         compares_samples=True,
+    ),
+    "token_rewards": Signature(
+        "Reward of every token: the outcome at the response's last token, less the token's KL "
+        "where algorithm.kl.place is reward; algorithm.gae.whiten_rewards scales it.",
+        {
+            "rewards": takes(REWARD_VALUES),
+            "responses": takes(RESPONSES),
+            "logprobs": takes(
+                LOGPROBS, optional=True, description="of the policy; needed by the KL"
+            ),
+            "ref_logprobs": takes(
+                LOGPROBS, optional=True, description="of the reference; needed by the KL"
+            ),
+        },
+        {"token_rewards": TOKEN_REWARDS},
+    ),
+    "gae": Signature(
+        "Generalised advantage estimation over a critic's values; settings from algorithm.gae.",
+        {"token_rewards": takes(TOKEN_REWARDS), "values": takes(VALUES)},
+        {"advantages": TOKEN_ADVANTAGES, "returns": RETURNS},
+        {
+            "whiten": Option(
+                "bool", description="overrides algorithm.gae.whiten_advantages for this node"
+            )
+        },
     ),
     "shuffle": Signature(
         "Permute the values over all samples of the step: a control that must not learn.",

@@ -98,3 +98,16 @@ LOSSES = Registry(
 
 EVALUATED = ("cross_entropy", *_PREFERENCES)
 """Losses of rows that are not trained on."""
+
+VALUE_LOSSES = Registry(
+    "value loss",
+    {
+        "value_clip": LossEntry(
+            "half the squared error of the value or, where larger, of the value held within "
+            "algorithm.value_clip of that before the update (PPO)",
+            ("values", "returns"),
+            settings=("value_clip",),
+        ),
+        "value_mse": LossEntry("half the squared error of the value", ("returns",)),
+    },
+)

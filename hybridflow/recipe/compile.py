@@ -11,8 +11,25 @@ from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.graph_check import type_faults
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.section import OptimizerSection
+from hybridflow.recipe.signature import MEGATRON_KINDS
 from hybridflow.recipe.source import KeyPath
 from megatron_bridge.layout import ParallelLayout
+
+ACTOR = "actor"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one role turns the samples of a step into optimizer steps.
+
+    Attributes:
+        goes_on: whether its optimizer is that of the stage before, rather than a fresh one.
+    """
+
+    mini_batches: int
+    epochs: int
+    optimizer: OptimizerSection
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -20,13 +37,13 @@ class Stage:
     """A run of equal steps over one graph.
 
     Attributes:
-        name: ``warm_start`` or ``main``.
+        name: ``warm_start``, ``critic_warmup`` or ``main``.
         key: where the recipe describes it.
         graph: the nodes that are on; ``every`` is a number or ``end``.
         off: nodes that are off, with the reason.
         data: file of the stage's rows.
         prompts_per_step, samples_per_prompt: P and G.
-        mini_batches, epochs: optimizer steps of a step are their product.
+        trained: the roles that the stage's updates train.
     """
 
     name: str
@@ -37,28 +54,34 @@ class Stage:
     data: str
     prompts_per_step: int
     samples_per_prompt: int
-    mini_batches: int
-    epochs: int
-    optimizer: OptimizerSection
+    trained: Mapping[str, Training]
 
     @property
     def samples(self) -> int:
         """Samples of a step, P * G."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole stage: those of every update that is due."""
-        updates = [node for node in self.graph.nodes if node.call == "update"]
+    def optimizer_steps(self, role: str) -> int:
+        """Optimizer steps of ``role`` in the whole stage: those of every update that is due."""
+        updates = [n for n in self.graph.nodes if n.call == "update" and n.role == role]
+        if not updates or role not in self.trained:
+            return 0
+        training = self.trained[role]
         runs = sum(
             node.due_count(1 + max(node.delay.values(), default=0), self.steps) for node in updates
         )
-        return runs * self.mini_batches * self.epochs
+        return runs * training.mini_batches * training.epochs
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is the stage before with the actor training: its data go on, too."""
+        return any(training.goes_on for training in self.trained.values())
 
     @property
     def off_policy(self) -> bool:
         """Whether a step's later mini-batches meet weights other than those that sampled."""
-        return self.mini_batches * self.epochs > 1
+        actor = self.trained.get(ACTOR)
+        return actor is not None and actor.mini_batches * actor.epochs > 1
 
     @property
     def generates(self) -> bool:
@@ -135,23 +158,45 @@ class Plan:
     @property
     def trainer_beside_rollout(self) -> ParallelLayout | None:
         """The actor's layout where the rollout uses its devices."""
-        together = self.pool_of("actor") is self.pool_of("rollout")
-        return self.layouts.get("actor") if together else None
+        together = self.pool_of(ACTOR) is self.pool_of("rollout")
+        return self.layouts.get(ACTOR) if together else None
 
     @property
     def devices(self) -> int:
         """Devices that all pools need together."""
         return sum(pool.devices for pool in self.pools.values())
 
-    def algebra(self, stage: Stage) -> BatchAlgebra:
-        """Batch sizes of a step of ``stage``."""
-        actor = self.recipe.roles.actor
-        dp = actor.parallel.dp
+    def training(self, stage: Stage, role: str) -> Training | None:
+        """How ``role`` trains in ``stage``, else in the next stage that trains it."""
+        course = self._course(stage, role)
+        return course[0].trained[role] if course else None
+
+    def scheduled_steps(self, stage: Stage, role: str) -> int:
+        """Optimizer steps that the optimizer which ``role`` has in ``stage`` takes in all: those
+        over which its learning-rate schedule runs."""
+        return sum(one.optimizer_steps(role) for one in self._course(stage, role))
+
+    def _course(self, stage: Stage, role: str) -> list[Stage]:
+        """The stages that share one optimizer of ``role``, that of ``stage`` or of the next one
+        that trains it."""
+        courses: list[list[Stage]] = []
+        for one in self.stages:
+            if role in one.trained:
+                if not courses or not one.trained[role].goes_on:
+                    courses.append([])
+                courses[-1].append(one)
+        place = self.stages.index(stage)
+        return next((c for c in courses if self.stages.index(c[-1]) >= place), [])
+
+    def algebra(self, stage: Stage, role: str) -> BatchAlgebra:
+        """Batch sizes of a step of ``stage`` in which ``role`` is trained."""
+        section = self.recipe.roles.models()[role]
+        dp = self.recipe.layout(role).dp
         prompts_per_rank = stage.prompts_per_step // dp
         samples_per_rank = prompts_per_rank * stage.samples_per_prompt
-        mini_batch = samples_per_rank // stage.mini_batches
+        mini_batch = samples_per_rank // stage.trained[role].mini_batches
         longest = stage.longest_sample(self.recipe)
-        samples_per_pack = max(1, actor.micro_batch_tokens // longest)
+        samples_per_pack = max(1, section.micro_batch_tokens // longest)
         return BatchAlgebra(
             prompts=stage.prompts_per_step,
             samples=stage.samples,
@@ -179,7 +224,7 @@ def compile_recipe(recipe: Recipe) -> Plan:
 def compile_stages(recipe: Recipe) -> tuple[list[Stage], list[Fault]]:
     """The stages whose graph could be read, and every fault of the graphs."""
     stages, faults = [], []
-    for make in (_warm_start, _main):
+    for make in (_warm_start, _critic_warmup, _main):
         made = make(recipe)
         if made is not None:
             stage, found = made
@@ -203,56 +248,87 @@ def _warm_start(recipe: Recipe) -> tuple[Stage | None, list[Fault]] | None:
             "data": warm.train or recipe.data.train,
             "prompts_per_step": warm.prompts_per_step,
             "samples_per_prompt": 1,
-            "mini_batches": 1,
-            "epochs": 1,
-            "optimizer": optimizer,
         },
+        {**_of_roles(recipe), ACTOR: Training(1, 1, optimizer)},
     )
+
+
+def _critic_warmup(recipe: Recipe) -> tuple[Stage | None, list[Fault]] | None:
+    """The main stage's graph without the nodes that are there for the actor's training."""
+    steps = recipe.algorithm.critic_warmup_steps
+    if not steps:
+        return None
+    training = _of_roles(recipe)
+    del training[ACTOR]
+    settings = _main_settings(recipe) | {"name": "critic_warmup", "steps": steps}
+    return _stage(recipe, (), recipe.dataflow, settings, training)
 
 
 def _main(recipe: Recipe) -> tuple[Stage | None, list[Fault]]:
-    actor, data = recipe.roles.actor, recipe.data
-    return _stage(
-        recipe,
-        (),
-        recipe.dataflow,
-        {
-            "name": "main",
-            "steps": recipe.steps,
-            "data": data.train,
-            "prompts_per_step": data.prompts_per_step,
-            "samples_per_prompt": data.samples_per_prompt,
-            "mini_batches": actor.mini_batches,
-            "epochs": actor.epochs,
-            "optimizer": actor.optimizer,
-        },
-    )
+    training = _of_roles(recipe, goes_on=recipe.algorithm.critic_warmup_steps > 0)
+    return _stage(recipe, (), recipe.dataflow, _main_settings(recipe), training)
+
+
+def _of_roles(recipe: Recipe, goes_on: bool = False) -> dict[str, Training]:
+    """Each trained role's own settings; ``goes_on``: a warm-up of all but the actor came before."""
+    return {
+        role: Training(s.mini_batches, s.epochs, s.optimizer, goes_on and role != ACTOR)
+        for role, s in recipe.roles.trained().items()
+        if s.optimizer is not None
+    }
+
+
+def _main_settings(recipe: Recipe) -> dict:
+    data = recipe.data
+    return {
+        "name": "main",
+        "steps": recipe.steps,
+        "data": data.train,
+        "prompts_per_step": data.prompts_per_step,
+        "samples_per_prompt": data.samples_per_prompt,
+    }
 
 
 def _stage(
-    recipe: Recipe, key: KeyPath, dataflow: object, settings: dict
+    recipe: Recipe,
+    key: KeyPath,
+    dataflow: object,
+    settings: dict,
+    training: dict[str, Training],
 ) -> tuple[Stage | None, list[Fault]]:
     graph, faults = read_dataflow(recipe, (*key, "dataflow"), dataflow)
-    kinds = recipe.roles.kinds()
+    kinds, trained = recipe.roles.kinds(), recipe.roles.trained()
     if graph is None:
         return None, faults
     if graph.cycle():
-        return None, faults + type_faults(graph, kinds)
-    conditions = {
-        "off_policy": settings["mini_batches"] * settings["epochs"] > 1
-        or recipe.algorithm.rollout_correction is not None,
-        "kl": recipe.algorithm.kl.coef > 0,
-        "rollout": recipe.roles.rollout is not None,
-    }
+        return None, faults + type_faults(graph, kinds, trained)
+    conditions = _conditions(recipe, training.get(ACTOR))
     sections = {
         "evaluation": recipe.evaluation.every if recipe.evaluation else None,
         "checkpoint": recipe.checkpoint.every,
     }
     active, off = activate(graph, conditions, sections)
     settings["samples_per_prompt"] = _samples(active, settings["samples_per_prompt"])
-    faults += type_faults(graph, kinds, active.names)
+    faults += type_faults(graph, kinds, trained, active.names)
     faults += activation_faults(graph, off, kinds)
-    return Stage(key=key, graph=active, off=off, **settings), faults
+    updated = {node.role for node in active.nodes if node.call == "update"}
+    training = {role: one for role, one in training.items() if role in updated}
+    return Stage(key=key, graph=active, off=off, trained=training, **settings), faults
+
+
+def _conditions(recipe: Recipe, actor: Training | None) -> dict[str, bool]:
+    """Which words of ``when`` hold in a stage; ``actor``: None where it does not train."""
+    kl = recipe.algorithm.kl
+    off_policy = actor is not None and (
+        actor.mini_batches * actor.epochs > 1 or recipe.algorithm.rollout_correction is not None
+    )
+    return {
+        "off_policy": off_policy,
+        "kl": kl.coef > 0,
+        "rollout": recipe.roles.rollout is not None,
+        "old_logprobs": off_policy or (kl.coef > 0 and kl.place == "reward"),
+        "actor_trains": actor is not None,
+    }
 
 
 def _samples(graph: Graph, asked: int) -> int:
@@ -268,7 +344,7 @@ def make_plan(recipe: Recipe, stages: list[Stage]) -> Plan:
     acted = {role for stage in stages for node in stage.graph.nodes for role in node.roles}
     kinds = recipe.roles.kinds()
     used = [role for role in kinds if role in acted]
-    layouts = {role: recipe.layout(role) for role in used if kinds[role] == "model"}
+    layouts = {role: recipe.layout(role) for role in used if kinds[role] in MEGATRON_KINDS}
     return Plan(recipe, tuple(stages), _pools(recipe, used, layouts), layouts, tuple(used))
 
 
@@ -279,7 +355,8 @@ def _pools(
     if "rollout" in used:
         servers = recipe.roles.servers.parallel
         needs["rollout"] = servers.tp * servers.dp
-    hosts = {role: _host(recipe, role, needs) for role in needs}
+    asked = recipe.roles.hosts()
+    hosts = {role: _host(asked, role, needs) for role in needs}
     return {
         host: Pool(
             host,
@@ -291,9 +368,11 @@ def _pools(
     }
 
 
-def _host(recipe: Recipe, role: str, needs: Mapping[str, int]) -> str:
+def _host(asked: Mapping[str, str], role: str, needs: Mapping[str, int]) -> str:
     """The role in whose pool ``role`` lives; its own when its host is not in use."""
-    sections = {"reference": recipe.roles.reference, "rollout": recipe.roles.rollout}
-    section = sections.get(role)
-    host = section.colocate if section is not None else None
-    return host if host is not None and host in needs else role
+    seen = {role}
+    while (host := asked.get(role)) in needs and host not in seen:
+        assert host is not None
+        seen.add(host)
+        role = host
+    return role

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.catalogue import CONDITIONS, SECTIONS
-from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.graph import Graph, Node
 from megatron_bridge.layout import ParallelLayout
 
@@ -69,6 +69,10 @@ def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
         word = reason.partition(": ")[2]
         yield f"    {name}: off ({reason}: {CONDITIONS.get(word) or SECTIONS[word]})"
     yield from _algebra(plan, stage)
+    for role in stage.trained:
+        yield from _training(plan, stage, role)
+    if stage.generates:
+        yield f"    {_policy(stage)}"
 
 
 def _node(graph: Graph, node: Node) -> Iterator[str]:
@@ -101,41 +105,45 @@ def _rhythm(node: Node) -> str:
 
 
 def _algebra(plan: Plan, stage: Stage) -> Iterator[str]:
-    batch = plan.algebra(stage)
-    micro_batch = plan.recipe.roles.actor.micro_batch_tokens
-    per_step = stage.mini_batches * stage.epochs
+    longest = stage.longest_sample(plan.recipe)
     yield "  Batch of one step:"
     yield (
-        f"    prompts: {batch.prompts} x {stage.samples_per_prompt} sample(s) = "
-        f"{batch.samples} samples"
+        f"    prompts: {stage.prompts_per_step} x {stage.samples_per_prompt} sample(s) = "
+        f"{stage.samples} samples"
     )
+    yield f"    tokens: at most {longest} a sample, {stage.samples * longest:,} a step"
+
+
+def _training(plan: Plan, stage: Stage, role: str) -> Iterator[str]:
+    batch, training = plan.algebra(stage, role), stage.trained[role]
+    micro_batch = plan.recipe.roles.models()[role].micro_batch_tokens
+    per_step = training.mini_batches * training.epochs
+    yield f"  Training of {role}:"
     yield (
         f"    data parallel: {batch.dp} rank(s) x {batch.prompts_per_rank} prompts = "
         f"{batch.samples_per_rank} samples each"
     )
     yield (
-        f"    mini-batches: {stage.mini_batches} of {batch.mini_batch_samples} samples a rank "
-        f"({batch.mini_batch_samples * batch.dp} over all ranks), {stage.epochs} epoch(s)"
+        f"    mini-batches: {training.mini_batches} of {batch.mini_batch_samples} samples a rank "
+        f"({batch.mini_batch_samples * batch.dp} over all ranks), {training.epochs} epoch(s)"
     )
     yield (
         f"    micro-batches: packed to at most {micro_batch} tokens, so at most "
         f"{batch.max_micro_batches} a rank and mini-batch"
     )
     yield (
-        f"    optimizer steps: {per_step} a step, {stage.optimizer_steps} in the stage; "
-        f"lr {stage.optimizer.lr:g}, {stage.optimizer.schedule}"
+        f"    optimizer steps: {per_step} a step, {stage.optimizer_steps(role)} in the stage; "
+        f"lr {training.optimizer.lr:g}, {training.optimizer.schedule}"
     )
-    yield (
-        f"    tokens: at most {batch.max_sample_tokens} a sample, {batch.max_step_tokens:,} a step"
-    )
-    if stage.generates:
-        yield f"    {_policy(stage)}"
 
 
 def _policy(stage: Stage) -> str:
     if any(node.delay for node in stage.graph.nodes):
         return "off-policy: nodes take fields of earlier steps (`delay`)"
+    if ACTOR not in stage.trained:
+        return "the actor does not train"
     if stage.off_policy:
-        count = stage.mini_batches * stage.epochs
+        actor = stage.trained[ACTOR]
+        count = actor.mini_batches * actor.epochs
         return f"off-policy: the batch feeds {count} optimizer steps, all but the first are stale"
     return "on-policy: one optimizer step on what its own weights sampled; no pass for old logprobs"

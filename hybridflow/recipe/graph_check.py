@@ -1,6 +1,6 @@
 """What is wrong with a graph: its structure, then its types against the catalogue."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import (
@@ -18,7 +18,7 @@ from hybridflow.recipe.graph import Graph, Node
 from hybridflow.recipe.graph_batches import batch_faults
 from hybridflow.recipe.names import hint
 
-TRAINABLE_ROLE = "actor"
+PUBLISHED_ROLE = "actor"
 
 
 def structure_faults(graph: Graph) -> list[Fault]:
@@ -103,20 +103,31 @@ def _repeat_faults(graph: Graph, node: Node) -> Iterator[Fault]:
 
 
 def type_faults(
-    graph: Graph, kinds: Mapping[str, RoleKind], active: Iterable[str] | None = None
+    graph: Graph,
+    kinds: Mapping[str, RoleKind],
+    trained: Collection[str],
+    active: Iterable[str] | None = None,
 ) -> list[Fault]:
     """Faults against the catalogue.
 
     Args:
         kinds: the recipe's roles and their kinds.
+        trained: those of them that have an optimizer.
         active: nodes that are switched on; only they need their role in the recipe.
     """
-    return _TypeCheck(graph, kinds, set(graph.names if active is None else active)).run()
+    names = set(graph.names if active is None else active)
+    return _TypeCheck(graph, kinds, trained, names).run()
 
 
 class _TypeCheck:
-    def __init__(self, graph: Graph, kinds: Mapping[str, RoleKind], active: set[str]) -> None:
-        self._graph, self._kinds, self._active = graph, kinds, active
+    def __init__(
+        self,
+        graph: Graph,
+        kinds: Mapping[str, RoleKind],
+        trained: Collection[str],
+        active: set[str],
+    ) -> None:
+        self._graph, self._kinds, self._trained, self._active = graph, kinds, trained, active
         self._signatures = {node.name: self._signature(node) for node in graph.nodes}
         self._types = {
             name: GRAPH_INPUTS[name].type for name in graph.inputs if name in GRAPH_INPUTS
@@ -162,9 +173,12 @@ class _TypeCheck:
             yield Fault(node.origin, what, hint(node.call, calls_of(kind)))
 
     def _trained_role_faults(self, node: Node, known: Signature) -> Iterator[Fault]:
-        if known.trainable and node.role != TRAINABLE_ROLE:
+        if known.trainable and node.role in self._kinds and node.role not in self._trained:
             what = f"node '{node.name}' would {node.call} the role '{node.role}', which is frozen"
-            yield Fault(node.origin, what, f"use role: {TRAINABLE_ROLE}")
+            yield Fault(node.origin, what, f"use one of the roles {', '.join(self._trained)}")
+        elif node.call == "publish" and node.role != PUBLISHED_ROLE:
+            what = f"node '{node.name}' publishes the role '{node.role}'; servers sample the actor"
+            yield Fault(node.origin, what, f"use role: {PUBLISHED_ROLE}")
         sends = node.call == "publish" and node.name in self._active
         if sends and self._kinds.get(node.to or "") != "rollout":
             rollouts = [role for role, kind in self._kinds.items() if kind == "rollout"]
@@ -210,6 +224,7 @@ class _TypeCheck:
 _KINDS_OF_NAMES: dict[str, RoleKind] = {
     "actor": "model",
     "reference": "model",
+    "critic": "value",
     "rollout": "rollout",
     "reward": "reward",
 }

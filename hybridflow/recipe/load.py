@@ -16,7 +16,7 @@ from hybridflow.recipe.names import advice, hint
 from hybridflow.recipe.ranges import Wrong
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_rewards import RewardSection
-from hybridflow.recipe.schema_roles import RolesSection
+from hybridflow.recipe.schema_roles import RolesSection, further_role_section
 from hybridflow.recipe.section import Section
 from hybridflow.recipe.source import (
     COMMAND_LINE,
@@ -28,7 +28,6 @@ from hybridflow.recipe.source import (
 )
 from hybridflow.recipe.targets import spell_out
 
-_SCORES = {"function", "functions"}
 _OVERRIDE = re.compile(r"(?P<key>[\w-]+(?:\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -120,6 +119,8 @@ def _validate(source: Source) -> Draft:
         draft.recipe = Recipe.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
+        for detail in details:
+            detail["loc"] = _without_tag(detail["loc"])
         draft.faults.extend(_translate(detail, source) for detail in details)
         draft.recipe = _repaired(data, details, draft.untrusted)
     if draft.recipe is not None:
@@ -127,15 +128,25 @@ def _validate(source: Source) -> Draft:
     return draft
 
 
+def _without_tag(place: KeyPath) -> KeyPath:
+    """An error's place without the name of the section that pydantic took a further role for."""
+    if len(place) < 3 or place[0] != "roles" or place[1] in RolesSection.model_fields:
+        return place
+    return (*place[:2], *place[3:])
+
+
 def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> None:
-    """A further role without a function is a misspelt one rather than a reward."""
+    """A further role without a function or `head` is a misspelt one."""
     roles = data.get("roles")
     if not isinstance(roles, dict):
         return
     for name in [*roles]:
-        is_reward = isinstance(roles[name], dict) and bool(_SCORES & roles[name].keys())
-        if name not in RolesSection.model_fields and not is_reward:
-            fix = f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`"
+        known = further_role_section(roles[name]) is not None
+        if name not in RolesSection.model_fields and not known:
+            fix = (
+                f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`, "
+                "a further model the key `head`"
+            )
             where = source.origin(("roles", name))
             draft.faults.append(Fault(where, f"unknown role '{name}'", fix))
             draft.untrusted.add(("roles", name))
@@ -147,13 +158,13 @@ def _repaired(
 ) -> Recipe | None:
     """The recipe with faulty values replaced; notes which ones."""
     for detail in details:
-        path = _replaceable(detail["loc"])
+        path = _replaceable(detail["loc"], data)
         section = _descend(data, path[:-1])
         if not isinstance(section, dict):
             continue
         untrusted.add(path)
         section.pop(path[-1], None)
-        info = _field_info(path)
+        info = _field_info(path, data)
         if info is not None and info.is_required():
             section[path[-1]] = copy.deepcopy((info.examples or [None])[0])
     try:
@@ -162,17 +173,17 @@ def _repaired(
         return None  # its faults are reported already; there is just nothing more to check
 
 
-def _replaceable(path: KeyPath) -> KeyPath:
+def _replaceable(path: KeyPath, data: Any) -> KeyPath:
     """The part of an error's place that the schema declares, or the unknown key itself."""
     for depth in range(1, len(path)):
-        if _section_at(path[:depth]) is None and not _holds_sections(path[:depth]):
+        if _section_at(path[:depth], data) is None and not _holds_sections(path[:depth], data):
             return path[:depth]
     return path
 
 
-def _holds_sections(path: KeyPath) -> bool:
+def _holds_sections(path: KeyPath, data: Any) -> bool:
     """Whether a key holds sections under free names."""
-    info = _field_info(path)
+    info = _field_info(path, data)
     kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
     return any(_is_section(_of_mapping(kind)) for kind in kinds)
 
@@ -183,16 +194,16 @@ def _descend(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _section_at(path: KeyPath) -> type[Section] | None:
-    """The section that a key path leads to, None when it leads to a value."""
+def _section_at(path: KeyPath, data: Any) -> type[Section] | None:
+    """The section that a key path of ``data`` leads to, None when it leads to a value."""
     section: type[Section] = Recipe
-    keys = iter(path)
-    for key in keys:
+    keys = iter(enumerate(path, start=1))
+    for depth, key in keys:
         info = section.model_fields.get(str(key))
         if info is None:
             if section is not RolesSection:
                 return None
-            section = RewardSection
+            section = further_role_section(_descend(data, path[:depth])) or RewardSection
             continue
         kinds = [info.annotation, *get_args(info.annotation)]
         found = [kind for kind in kinds if _is_section(kind)]
@@ -216,8 +227,8 @@ def _of_mapping(kind: Any) -> Any:
     return get_args(kind)[1] if get_origin(kind) is dict else None
 
 
-def _field_info(path: KeyPath) -> FieldInfo | None:
-    section = _section_at(path[:-1])
+def _field_info(path: KeyPath, data: Any) -> FieldInfo | None:
+    section = _section_at(path[:-1], data)
     return section.model_fields.get(str(path[-1])) if section else None
 
 
@@ -225,7 +236,8 @@ def _translate(detail: ErrorDetails, source: Source) -> Fault:
     """One error of pydantic in the words of the recipe."""
     path = detail["loc"]
     dotted, key, where = ".".join(map(str, path)), str(path[-1]), source.origin(path)
-    info, section = _field_info(_replaceable(path)), _section_at(path[:-1])
+    info = _field_info(_replaceable(path, source.data), source.data)
+    section = _section_at(path[:-1], source.data)
     if detail["type"] == "missing":
         return Fault(where, f"`{dotted}` is missing", f"add {_example(key, info)}")
     if detail["type"] == "extra_forbidden":

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from hybridflow.recipe.ranges import (
+    LARGEST,
     Clip,
     Count,
     Dataflow,
@@ -112,8 +113,29 @@ class KlSection(Section):
         default="k3",
         description="estimator of the KL; `full`: no estimate, the sum over the vocabulary",
     )
+    place: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="a term of the actor's loss, or taken out of every token's reward (by a node "
+        "of the function token_rewards)",
+    )
     adaptive: AdaptiveKlSection | None = Field(
         default=None, description="moves the coefficient, from `coef` on; null: it stays"
+    )
+
+
+class GaeSection(Section):
+    """Generalised advantage estimation over a critic's values."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(
+        default=0.95, ge=0, le=1, description="lambda: 0 trusts the critic alone, 1 the rewards"
+    )
+    whiten_rewards: bool = Field(
+        default=False,
+        description="divide token rewards by their standard deviation over the step's batch",
+    )
+    whiten_advantages: bool = Field(
+        default=True, description="mean 0 and deviation 1 over all response tokens of the batch"
     )
 
 
@@ -217,6 +239,20 @@ class AlgorithmSection(Section):
     off_policy_mask: OffPolicyMaskSection | None = Field(
         default=None, description="mask of bad, far off-policy responses; null: none"
     )
+    gae: GaeSection | None = Field(
+        default=None, description="advantages from a critic; null: its defaults"
+    )
+    value_clip: Positive | None = Field(
+        default=None,
+        description="of the loss `value_clip`: how far a new value may be from that before the "
+        "update; null: 0.2",
+    )
+    critic_warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST,
+        description="steps before the main stage in which all trained models but the actor train",
+    )
     agreement: AgreementSection = Field(
         default=AgreementSection(), description="whether rollout and trainer agree"
     )
@@ -316,8 +352,10 @@ class Recipe(Section):
         return self._origins[path]
 
     def layout(self, role: str) -> ParallelLayout:
-        """Parallel layout of a model role; the reference's is the actor's unless it has its own."""
-        reference = self.roles.reference
-        if role == "reference" and reference is not None and reference.parallel is not None:
-            return reference.parallel.layout()
-        return self.roles.actor.parallel.layout()
+        """Parallel layout of a model role; the actor's unless it has its own."""
+        section = self.roles.models()[role]
+        return (section.parallel or self.roles.actor.parallel).layout()
+
+    def model_path(self, role: str) -> str:
+        """Folder that a model role starts from."""
+        return getattr(self.roles.models()[role], "model", None) or self.model.path

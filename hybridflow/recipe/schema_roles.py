@@ -1,8 +1,9 @@
 """The recipe's roles: who trains, who samples, who scores."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from hybridflow.recipe.ranges import (
     LARGEST,
@@ -18,6 +19,8 @@ from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.signature import RoleKind
 from megatron_bridge.convert.sizes import parse_bytes
 from megatron_bridge.layout import ParallelLayout
+
+Head = Literal["value", "vocabulary"]
 
 
 class ParallelSection(Section):
@@ -72,6 +75,52 @@ class ReferenceSection(Section):
         default=8192, description="most tokens of one packed forward pass"
     )
     colocate: Literal["actor"] | None = Field(default=None, description="share the actor's devices")
+
+
+class ModelRoleSection(Section):
+    """What every Megatron model beside the actor and the reference is told."""
+
+    model: Text | None = Field(
+        default=None, description="folder that it starts from; null: as model.path"
+    )
+    parallel: ParallelSection | None = Field(
+        default=None, description="how it is cut; null: as the actor"
+    )
+    micro_batch_tokens: Count = Field(
+        default=8192, description="most tokens of one packed forward pass"
+    )
+    mini_batches: Count = Field(
+        default=1, description="optimizer steps in one pass over a step's samples"
+    )
+    epochs: Count = Field(default=1, description="passes over a step's samples")
+    colocate: Text | None = Field(
+        default=None, description="role whose devices it shares; null: devices of its own"
+    )
+
+
+class CriticSection(ModelRoleSection):
+    """The value model: one number a token, trained beside the actor."""
+
+    optimizer: OptimizerSection = Field(
+        examples=[{"lr": 1e-5}], description="optimizer of the stages that train it"
+    )
+
+    @property
+    def head(self) -> Head:
+        """What the model ends in."""
+        return "value"
+
+
+class FurtherModelSection(ModelRoleSection):
+    """A further model; any role with the key `head` is one."""
+
+    head: Head = Field(
+        examples=["value"],
+        description="what it ends in: one number a token, or the vocabulary",
+    )
+    optimizer: OptimizerSection | None = Field(
+        default=None, description="optimizer of the stages that train it; null: it is frozen"
+    )
 
 
 class RolloutParallelSection(Section):
@@ -171,16 +220,43 @@ class RolloutSection(Section):
     )
 
 
+def further_role_section(value: Any) -> type[RewardSection | FurtherModelSection] | None:
+    """The section of a role of any other name, told by its keys; None when it is neither."""
+    if isinstance(value, RewardSection | FurtherModelSection):
+        return type(value)
+    if not isinstance(value, Mapping):
+        return None
+    if "head" in value:
+        return FurtherModelSection
+    return RewardSection if {"function", "functions"} & value.keys() else None
+
+
+def _tag(value: Any) -> str | None:
+    section = further_role_section(value)
+    return None if section is None else section.__name__
+
+
+FurtherRole = Annotated[
+    Annotated[RewardSection, Tag("RewardSection")]
+    | Annotated[FurtherModelSection, Tag("FurtherModelSection")],
+    Discriminator(_tag),
+]
+
+TrainedSection = ActorSection | CriticSection | FurtherModelSection
+AnyModelSection = TrainedSection | ReferenceSection
+
+
 class RolesSection(Section):
-    """Who takes part; further names are reward roles."""
+    """Who takes part; further names are reward roles (`function`) or models (`head`)."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, RewardSection] = Field(init=False)  # pyright: ignore
+    __pydantic_extra__: dict[str, FurtherRole] = Field(init=False)  # pyright: ignore
 
     actor: ActorSection = Field(
         examples=[{"optimizer": {"lr": 1e-6}}], description="the trained model"
     )
     reference: ReferenceSection | None = Field(default=None, description="the frozen model, for KL")
+    critic: CriticSection | None = Field(default=None, description="the value model")
     rollout: RolloutSection | None = Field(
         default=None, description="the servers; for dataflows that sample"
     )
@@ -195,13 +271,42 @@ class RolesSection(Section):
     def rewards(self) -> dict[str, RewardSection]:
         """Every reward role by name."""
         own = {} if self.reward is None else {"reward": self.reward}
-        return {**own, **(self.__pydantic_extra__ or {})}
+        further = {n: s for n, s in self._further().items() if isinstance(s, RewardSection)}
+        return {**own, **further}
+
+    def models(self) -> dict[str, AnyModelSection]:
+        """Every role with a Megatron model by name, the actor first."""
+        found: dict[str, AnyModelSection | None] = {
+            "actor": self.actor,
+            "reference": self.reference,
+            "critic": self.critic,
+        }
+        found |= {n: s for n, s in self._further().items() if isinstance(s, FurtherModelSection)}
+        return {name: section for name, section in found.items() if section is not None}
+
+    def trained(self) -> dict[str, TrainedSection]:
+        """The models that have an optimizer."""
+        return {
+            name: section
+            for name, section in self.models().items()
+            if not isinstance(section, ReferenceSection) and section.optimizer is not None
+        }
 
     def kinds(self) -> dict[str, RoleKind]:
         """Every role of the recipe and its kind."""
-        models: dict[str, RoleKind] = {"actor": "model"}
+        found: dict[str, RoleKind] = {
+            name: "value" if getattr(section, "head", None) == "value" else "model"
+            for name, section in self.models().items()
+        }
         if self.rollout is not None:
-            models["rollout"] = "rollout"
-        if self.reference is not None:
-            models["reference"] = "model"
-        return {**models, **dict.fromkeys(self.rewards(), "reward")}
+            found["rollout"] = "rollout"
+        return {**found, **dict.fromkeys(self.rewards(), "reward")}
+
+    def hosts(self) -> dict[str, str]:
+        """Role -> the role whose devices it asks to share."""
+        sections = {**self.models(), "rollout": self.rollout}
+        found = {name: getattr(section, "colocate", None) for name, section in sections.items()}
+        return {name: host for name, host in found.items() if host is not None}
+
+    def _further(self) -> dict[str, RewardSection | FurtherModelSection]:
+        return self.__pydantic_extra__ or {}

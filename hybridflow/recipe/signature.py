@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 from hybridflow.recipe.axes import FieldType
 
-RoleKind = Literal["model", "rollout", "reward"]
+RoleKind = Literal["model", "value", "rollout", "reward"]
+"""``model``: a Megatron model that ends in the vocabulary; ``value``: in one number a token."""
+
+MEGATRON_KINDS = ("model", "value")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Signature:
         inputs: parameter -> what it takes.
         outputs: output -> its type; a node may name any subset of them.
         options: further keys that a node of this signature may have.
-        trainable: only the role that is trained (the actor) offers the call.
+        trainable: only a role that is trained (has an optimizer) offers the call.
         fresh_batch: the outputs form a batch of their own (rows were chosen anew).
         compares_samples: needs two samples of a prompt or more.
     """

@@ -1,4 +1,4 @@
-"""One rank of a model role: the actor, or a frozen reference."""
+"""One rank of a model role: the actor, a frozen reference, a critic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from hybridflow.recipe.axes import Axis
 from megatron_bridge.reshard import Seat
 
 if TYPE_CHECKING:
-    from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
+    from hybridflow.megatron.config import (
+        EngineConfig,
+        LossSettings,
+        OptimizerSettings,
+        ValueLossSettings,
+    )
     from hybridflow.megatron.memory import Memory
     from hybridflow.weight_sync.transports import Outbox
     from hybridflow.weight_sync.wiring import Wiring
@@ -67,6 +72,20 @@ class ModelWorker:
         return Batch({"hidden": hidden}, axes, batch.prompts, batch.samples_per_prompt)
 
     @transfer(DATA_PARALLEL)
+    def values(self, batch: Batch) -> Batch | None:
+        """Values (tokens, float) of the states before the responses' tokens."""
+        with _computing:
+            values_T = self._engine.values(batch)
+        if values_T is None:
+            return None
+        return Batch(
+            {"values": values_T},
+            {"values": Axis.TOKENS},
+            batch.prompts,
+            batch.samples_per_prompt,
+        )
+
+    @transfer(DATA_PARALLEL)
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The optimizer steps of one training step; the same metrics on every rank."""
         with _computing:
@@ -77,6 +96,12 @@ class ModelWorker:
         """The loss and its metrics without a step; the same on every rank."""
         with _computing:
             return self._engine.evaluate(batch, loss)
+
+    @transfer(DATA_PARALLEL)
+    def update_values(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """``update`` of a critic."""
+        with _computing:
+            return self._engine.update_values(batch, loss)
 
     @transfer(ONE_TO_ALL)
     def begin_stage(self, optimizer: OptimizerSettings) -> None:

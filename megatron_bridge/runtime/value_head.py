@@ -8,21 +8,25 @@ from torch import Tensor
 
 from megatron_bridge.runtime import device
 
+FIRST_SCORES = 0.01
+"""Standard deviation of a new head's scores of normalised hidden states."""
+
 
 class ValueHead(torch.nn.Module):
-    """A linear layer without bias, the same on all tensor-parallel ranks.
+    """A linear layer without bias, the same on all ranks; scores are float32 in any dtype.
 
-    Takes the place of GPTModel's output layer, and its arguments.
+    Takes the place of GPTModel's output layer, and its arguments. A new head is a function of the
+    seed alone, and so small that its first scores stay within some hundredths: a critic that
+    says nothing yet. (Zeros would give the layers below no gradient in the first step.)
     """
 
-    def __init__(self, config: Any, labels: int) -> None:
+    def __init__(self, config: Any, labels: int, seed: int) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        weight = torch.empty(
-            labels, config.hidden_size, dtype=config.params_dtype, device=device.device()
-        )
-        config.init_method(weight)
-        self.weight = torch.nn.Parameter(weight)
+        generator = torch.Generator().manual_seed(seed)
+        spread = FIRST_SCORES / config.hidden_size**0.5
+        weight = torch.randn(labels, config.hidden_size, generator=generator) * spread
+        self.weight = torch.nn.Parameter(weight.to(config.params_dtype).to(device.device()))
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
@@ -34,4 +38,4 @@ class ValueHead(torch.nn.Module):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False
             )
-        return torch.nn.functional.linear(hidden, self.weight), None
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None

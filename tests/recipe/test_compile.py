@@ -27,21 +27,9 @@ def names(plan: Plan, stage: int = -1) -> list[str]:
 
 def test_the_package_ships_the_dataflows():
     assert set(shipped()) == {
-        *[
-            "cispo",
-            "dapo",
-            *("dpo", "ipo", "kto", "orpo", "simpo"),
-            "gdpo",
-            "gmpo",
-            "gpg",
-            "grpo",
-            "grpo_full_kl",
-            "grpo_shuffled",
-            "gspo",
-            "opo",
-            "reinforce_pp",
-        ],
-        *["reinforce_pp_baseline", "remax", "rloo", "sapo", "sft"],
+        *["cispo", "dapo", "dpo", "gdpo", "gmpo", "gpg", "grpo", "grpo_full_kl", "grpo_shuffled"],
+        *["gspo", "ipo", "kto", "opo", "orpo", "ppo", "reinforce_pp", "reinforce_pp_baseline"],
+        *["remax", "rloo", "sapo", "sft", "simpo"],
     }
     assert SHIPPED.resolve() == ROOT / "recipes" / "dataflows"
     for name in shipped():
@@ -96,16 +84,17 @@ def test_stages(workspace: Path):
     warm = plan("warm_start={steps: 7, prompts_per_step: 8, lr: 2e-3}", "roles.actor.epochs=2")
     first, second = warm.stages
     assert (first.name, first.steps, first.samples_per_prompt) == ("warm_start", 7, 1)
-    assert (first.optimizer.lr, first.off_policy, first.data) == (2e-3, False, "train.jsonl")
+    assert (first.trained["actor"].optimizer.lr, first.off_policy) == (2e-3, False)
+    assert first.data == "train.jsonl"
     assert first.graph.node("publish").every == "end"
-    assert (second.name, second.optimizer_steps, second.off_policy) == ("main", 10, True)
+    assert (second.name, second.optimizer_steps("actor"), second.off_policy) == ("main", 10, True)
 
 
 def test_optimizer_steps_count_the_updates_that_are_due(workspace: Path):
     text = (SHIPPED / "grpo.yaml").read_text()
     Path("flow.yaml").write_text(text.replace("loss: ppo_clip", "loss: ppo_clip\n    every: 2"))
     made = plan("dataflow=flow.yaml", "roles.actor.mini_batches=2")
-    assert made.stages[0].optimizer_steps == 6  # steps 2, 4 and 5, the last
+    assert made.stages[0].optimizer_steps("actor") == 6  # steps 2, 4 and 5, the last
 
 
 def test_batch_algebra(workspace: Path):
@@ -113,7 +102,7 @@ def test_batch_algebra(workspace: Path):
         *("data.prompts_per_step=24", "data.samples_per_prompt=5", "roles.actor.mini_batches=3"),
         "roles.actor.micro_batch_tokens=50",
     )
-    batch = made.algebra(made.stages[0])
+    batch = made.algebra(made.stages[0], "actor")
     assert (batch.prompts, batch.samples, batch.dp) == (24, 120, 2)
     assert (batch.prompts_per_rank, batch.samples_per_rank) == (12, 60)
     assert batch.mini_batch_samples == 20

@@ -37,7 +37,7 @@ def faults_of(*nodes: str, inputs: str = "[prompts, answers]") -> list[str]:
     assert source.faults == []
     graph, faults = parse_graph(source.data, source.origin)
     assert graph is not None
-    return [str(fault) for fault in faults + type_faults(graph, KINDS)]
+    return [str(fault) for fault in faults + type_faults(graph, KINDS, ["actor"])]
 
 
 def replaced(old: str, new: str) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def dapo(**changes: object) -> Graph:
 
 def test_repeat_until_runs_a_loop_again():
     graph = dapo()
-    assert type_faults(graph, KINDS) == []
+    assert type_faults(graph, KINDS, ["actor"]) == []
     assert graph.loop(graph.node("keep")) == {"generate", "score", "keep"}
     for changes, message in (
         ({"condition": "enogh"}, "did you mean 'enough'?"),
@@ -165,7 +165,7 @@ def test_repeat_until_runs_a_loop_again():
         with pytest.raises(RecipeError) as caught:
             dapo(**changes)
         assert message in str(caught.value)
-    assert "one bool" in str(type_faults(dapo(condition="some_rewards"), KINDS)[0])
+    assert "one bool" in str(type_faults(dapo(condition="some_rewards"), KINDS, ["actor"])[0])
 
 
 def test_rows_from_within_and_from_behind_a_loop_do_not_mix():
@@ -176,7 +176,7 @@ def test_rows_from_within_and_from_behind_a_loop_do_not_mix():
         inputs={**update.inputs, "prompts": "prompts"},
         options=update.options,
     )
-    found = type_faults(Graph(graph.inputs, (*graph.nodes[:-1], mixed)), KINDS)
+    found = type_faults(Graph(graph.inputs, (*graph.nodes[:-1], mixed)), KINDS, ["actor"])
     assert "kept by keep" in str(found[0])
 
 
@@ -242,7 +242,7 @@ def test_delayed_fields_are_no_dependency():
         ),
     ]
     graph = Graph.build(["prompts", "answers"], nodes)
-    assert type_faults(graph, KINDS) == []
+    assert type_faults(graph, KINDS, ["actor"]) == []
     assert [node.name for node in graph.waves()[0]] == ["update", "generate"]
 
 

@@ -122,7 +122,10 @@ CASES = [
     ("seed=2147483648", "must be less than or equal to 2147483647"),
     ("roles.reward.timeout_seconds=1e300", "must be less than or equal to 10000000"),
     ("name=3", "`name` must be a text, not 3. Fix: write letters, or quote it"),
-    ("roles.brevity={functio: length}", "valid: actor, reference, reward, rollout. A reward role"),
+    (
+        "roles.brevity={functio: length}",
+        "valid: actor, critic, reference, reward, rollout. A reward role",
+    ),
     ("algorithm.clip=[0.1, 0.2, 0.3]", "`algorithm.clip` must be a number between 0 and 1"),
     ("roles.actor.optimizer.betas=[0.9]", "two numbers in [0, 1)"),
     ("name=a/b", "without slashes"),

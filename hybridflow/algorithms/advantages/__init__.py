@@ -1,5 +1,6 @@
 """How much better a sample was than its alternatives: one leaf file per family."""
 
+from hybridflow.algorithms.advantages.gae import gae, token_rewards
 from hybridflow.algorithms.advantages.group import (
     group_policy_gradient,
     group_relative,
@@ -17,6 +18,7 @@ from hybridflow.algorithms.advantages.whitened import (
 
 __all__ = [
     "decoupled_rewards",
+    "gae",
     "group_policy_gradient",
     "group_relative",
     "has_spread",
@@ -25,5 +27,6 @@ __all__ = [
     "optimal_baseline",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "token_rewards",
     "whiten",
 ]

@@ -6,27 +6,32 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.group import group_relative, has_spread, require_groups
+from hybridflow.algorithms.advantages.returns import at_last_tokens, discounted_sums
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.batch import Ragged
 
 _VARIANCE_EPS = 1e-8
 
 
-def whiten(values_N: Tensor, counts_N: Tensor | None = None) -> Tensor:
+def whiten(values_N: Tensor, counts_N: Tensor | None = None, *, shift_mean: bool = True) -> Tensor:
     """``[N]`` float32 values of mean 0 and (unbiased) variance 1; zeros where all are equal.
 
     Args:
         counts_N: ``[N]`` how often each value counts, such as a response's tokens; None: once.
+        shift_mean: whether the mean becomes 0; else it stays what it was, also where all values
+            are equal.
     """
     values_N = values_N.float()
     counts_N = torch.ones_like(values_N) if counts_N is None else counts_N.float()
     total = counts_N.sum()
     counted_N = values_N[counts_N > 0]
     if total < 2 or not (counted_N != counted_N[:1]).any():
-        return torch.zeros_like(values_N)
-    centred_N = values_N - (values_N * counts_N).sum() / total
+        return torch.zeros_like(values_N) if shift_mean else values_N
+    mean = (values_N * counts_N).sum() / total
+    centred_N = values_N - mean
     variance = (centred_N.square() * counts_N).sum() / (total - 1)
-    return centred_N * torch.rsqrt(variance + _VARIANCE_EPS)
+    whitened_N = centred_N * torch.rsqrt(variance + _VARIANCE_EPS)
+    return whitened_N if shift_mean else whitened_N + mean
 
 
 def reinforce_pp(
@@ -54,10 +59,7 @@ def reinforce_pp(
     Returns:
         One float32 advantage per response token.
     """
-    lengths_S = responses.lengths
-    rewards_T = torch.zeros(len(responses.values), dtype=torch.float64)
-    told_S = lengths_S > 0
-    rewards_T[responses.offsets[1:][told_S] - 1] = rewards_S[told_S].double()
+    rewards_T = at_last_tokens(rewards_S, responses)
     if kl_coef:
         if logprobs is None or ref_logprobs is None:
             raise ValueError(
@@ -66,7 +68,7 @@ def reinforce_pp(
             )
         kl_T = kl_divergence(logprobs.values.double(), ref_logprobs.values.double(), "k1")
         rewards_T = rewards_T - kl_coef * kl_T
-    return responses.with_values(whiten(_returns(rewards_T, responses, gamma)))
+    return responses.with_values(whiten(discounted_sums(rewards_T, responses, gamma)))
 
 
 def reinforce_pp_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
@@ -119,21 +121,3 @@ def decoupled_rewards(
     if not has_spread(summed_PG.reshape(1, -1)).any():
         return torch.zeros_like(summed_PG)
     return (summed_PG - summed_PG.mean()) / (summed_PG.std() + eps)
-
-
-def _returns(rewards_T: Tensor, responses: Ragged, gamma: float) -> Tensor:
-    """``[T]`` discounted sums of each response's rewards from a token on.
-
-    The span that is summed doubles until it covers the longest response.
-    """
-    places_T = torch.arange(len(rewards_T))
-    ends_T = torch.repeat_interleave(responses.offsets[1:], responses.lengths)
-    longest = int(responses.lengths.max()) if len(responses) else 0
-    returns_T, span = rewards_T, 1
-    while span < longest:
-        further_T = places_T + span
-        inside_T = further_T < ends_T
-        taken_T = returns_T[further_T.clamp(max=len(rewards_T) - 1)]
-        returns_T = returns_T + torch.where(inside_T, gamma**span * taken_T, 0.0)
-        span *= 2
-    return returns_T

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import LOSSES, signature
+from hybridflow.recipe.catalogue import LOSSES, VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
@@ -18,15 +18,17 @@ def unused_faults(context: Context) -> Iterator[Fault]:
         return  # its graph could not be read, which is a fault by itself
     nodes = [node for stage in context.stages for node in stage.graph.nodes]
     losses = {str(node.options.get("loss")) for node in nodes if node.call == "update"}
-    read = {key for name in losses & LOSSES.keys() for key in LOSSES[name].settings}
+    known = {**LOSSES, **VALUE_LOSSES}
+    read = {key for name in losses & known.keys() for key in known[name].settings}
     section = context.recipe.algorithm
-    for key in ("clip", "dual_clip", "sapo"):
+    for key in ("clip", "dual_clip", "sapo", "value_clip"):
         if _told(section, key) and key not in read:
-            users = ", ".join(name for name, loss in LOSSES.items() if key in loss.settings)
+            users = ", ".join(name for name, loss in known.items() if key in loss.settings)
             what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
             fix = f"remove it, or use a loss that reads it: {users}"
             yield context.fault(f"algorithm.{key}", what, fix)
     yield from _preference_faults(context, read)
+    yield from _critic_faults(context, nodes)
     compared = any(node.function == "group_relative" for node in nodes)
     if _told(section, "normalize_by_std") and not compared:
         what = "algorithm.normalize_by_std does nothing: the dataflow has no group_relative"
@@ -71,6 +73,32 @@ def _token_settings(context: Context, loss: str) -> Iterator[Fault]:
 
 def _told_at(section: AlgorithmSection, key: str) -> bool:
     return key in type(section).model_fields and _told(section, key)
+
+
+def _critic_faults(context: Context, nodes: list[Node]) -> Iterator[Fault]:
+    """Settings of advantages from a critic, and a KL in the reward, that no node reads."""
+    functions = {node.function for node in nodes}
+    algorithm = context.recipe.algorithm
+    if algorithm.gae is not None and "gae" not in functions:
+        what = "algorithm.gae does nothing: the dataflow has no node of the function gae"
+        yield context.fault("algorithm.gae", what, "remove it, or use a dataflow with a critic")
+    takers = [node for node in nodes if node.function == "token_rewards"]
+    if algorithm.kl.coef == 0 or algorithm.kl.place == "loss":
+        return
+    if algorithm.kl.estimator == "full":
+        what = (
+            "algorithm.kl.estimator full is a term of the loss; a token's reward takes one sample"
+        )
+        yield context.fault("algorithm.kl.estimator", what, "choose k1, k2, k3 or abs")
+    fix = "set algorithm.kl.place to loss, or use a dataflow with such a node: ppo"
+    if not takers:
+        what = "algorithm.kl.place is reward, but the dataflow has no node of token_rewards"
+        yield context.fault("algorithm.kl.place", what, fix)
+    for node in takers:
+        if missing := sorted({"logprobs", "ref_logprobs"} - node.inputs.keys()):
+            what = f"node '{node.name}' lacks `{'` and `'.join(missing)}`, which the KL in the "
+            fix = "add `{logprobs: old_logprobs}` and `ref_logprobs` to its inputs"
+            yield Fault(node.origin, what + "reward needs", fix)
 
 
 def _told(section: AlgorithmSection, key: str) -> bool:
@@ -151,7 +179,7 @@ def reward_faults(context: Context) -> Iterator[Fault]:
             if node.function in ("gdpo", "weighted_sum"):
                 yield from _weight_faults(node)
             if node.function == "reinforce_pp":
-                yield from _kl_faults(node)
+                yield from _kl_faults(context, node)
 
 
 def full_kl_faults(context: Context) -> Iterator[Fault]:
@@ -203,13 +231,16 @@ def _weight_faults(node: Node) -> Iterator[Fault]:
         yield Fault(node.origin, what, "give one weight per reward")
 
 
-def _kl_faults(node: Node) -> Iterator[Fault]:
+def _kl_faults(context: Context, node: Node) -> Iterator[Fault]:
     told = {"logprobs", "ref_logprobs"} & node.inputs.keys()
     used = node.options.get("kl_coef", 0.0) != 0
     if used and len(told) < 2:
         what = f"node '{node.name}' has kl_coef, but not both `logprobs` and `ref_logprobs`"
         fix = "add `{logprobs: old_logprobs}` and `ref_logprobs` to its inputs, or remove kl_coef"
         yield Fault(node.origin, what, fix)
+    elif used and context.recipe.algorithm.kl.coef > 0:
+        what = f"the KL would count twice: in kl_coef of node '{node.name}' and in algorithm.kl"
+        yield Fault(node.origin, what, "set algorithm.kl.coef to 0, or remove kl_coef")
     if told and not used:
         what = f"node '{node.name}' takes {' and '.join(sorted(told))}, which only kl_coef reads"
         yield Fault(node.origin, what, "give it `kl_coef`, or remove them from its inputs")

@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.recipe.compile import Plan, Stage, compile_stages, make_plan
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.schema import Recipe
+from hybridflow.recipe.schema_roles import AnyModelSection, RolesSection
 from hybridflow.recipe.source import KeyPath
 
 
@@ -40,6 +41,15 @@ class Context:
     @cached_property
     def plan(self) -> Plan:
         return make_plan(self.recipe, self.stages)
+
+    @cached_property
+    def models(self) -> dict[str, AnyModelSection]:
+        """Model roles, without further ones that do not hold what the user wrote."""
+        return {
+            role: section
+            for role, section in self.recipe.roles.models().items()
+            if role in RolesSection.model_fields or self.trusts(f"roles.{role}")
+        }
 
     @cached_property
     def model_folder(self) -> Path | None:

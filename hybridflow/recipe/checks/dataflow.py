@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, signature
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import Stage
+from hybridflow.recipe.compile import ACTOR, Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
 
@@ -23,16 +23,16 @@ def update_faults(context: Context) -> Iterator[Fault]:
 
 
 def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Fault]:
-    loss = LOSSES.get(str(node.options.get("loss")))
+    name = str(node.options.get("loss"))
+    loss = LOSSES.get(name) or VALUE_LOSSES.get(name)
     if loss is None:
         return
-    name = node.options["loss"]
     for parameter in loss.needs:
         if parameter not in node.inputs:
             what = f"node '{node.name}' lacks `{parameter}`, which the loss '{name}' needs"
             yield Fault(node.origin, what, f"add `{parameter}` to its inputs")
-    if not loss.needs or loss.samples is not None:
-        return  # supervised, or of whole responses: neither a policy that sampled nor a reference
+    if not loss.needs or loss.samples is not None or name in VALUE_LOSSES:
+        return  # neither a policy that sampled nor a reference
     off_policy = loss.compares_policies and (stage.off_policy or node.delay)
     if off_policy and "old_logprobs" not in node.inputs:
         reason = "delayed samples" if node.delay else "mini_batches * epochs > 1"
@@ -52,14 +52,45 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
 
 
 def publish_faults(context: Context) -> Iterator[Fault]:
-    """A stage that trains without a word to the servers that sample, in it or later."""
+    """A stage that trains the actor without a word to the servers that sample, in it or later."""
     for number, stage in enumerate(context.stages):
-        updates = [node for node in stage.graph.nodes if node.call == "update"]
+        updates = [n for n in stage.graph.nodes if n.call == "update" and n.role == ACTOR]
         publishes = any(node.call == "publish" for node in stage.graph.nodes)
         if updates and not publishes and any(s.generates for s in context.stages[number:]):
             what = f"node '{updates[-1].name}' trains the actor, but no node publishes its weights"
             call = f"{{role: actor, call: publish, to: rollout, after: [{updates[-1].name}]}}"
             yield Fault(updates[-1].origin, what, f"add `publish: {call}`")
+
+
+def save_faults(context: Context) -> Iterator[Fault]:
+    """Checkpoints that could be written while a model is being trained."""
+    for stage in context.stages:
+        graph = stage.graph
+        if graph.cycle():
+            continue
+        for node in (node for node in graph.nodes if node.call == "save"):
+            before = {node.name}
+            for other in reversed(graph.order):
+                if other.name in before:
+                    before |= graph.dependencies(other)
+            updates = [n.name for n in graph.nodes if n.call == "update" and n.name not in before]
+            if updates:
+                what = f"node '{node.name}' saves every trained model, but does not wait for "
+                fix = f"add {', '.join(updates)} to its `after`"
+                yield Fault(node.origin, what + " and ".join(f"'{n}'" for n in updates), fix)
+
+
+def warmup_faults(context: Context) -> Iterator[Fault]:
+    """A warm-up of the critic in which the actor would train, or nothing would."""
+    key = "algorithm.critic_warmup_steps"
+    for stage in (stage for stage in context.stages if stage.name == "critic_warmup"):
+        for node in stage.graph.nodes:
+            if node.role == ACTOR and node.call in ("update", "publish"):
+                what = f"node '{node.name}' would {node.call} the actor during {key}"
+                yield Fault(node.origin, what, "give it `when: actor_trains`")
+        if not stage.trained:
+            what = f"{key} does nothing: the dataflow trains the actor alone"
+            yield context.fault(key, what, "remove it, or use a dataflow with a critic")
 
 
 def group_faults(context: Context) -> Iterator[Fault]:
@@ -138,6 +169,8 @@ CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
     Check(GRAPH_KEYS, update_faults),
     Check(GRAPH_KEYS, publish_faults),
+    Check(GRAPH_KEYS, save_faults),
+    Check((*GRAPH_KEYS, "algorithm.critic_warmup_steps"), warmup_faults),
     Check((*GRAPH_KEYS, "data.samples_per_prompt"), group_faults),
     Check((*GRAPH_KEYS, "evaluation", "data.eval"), evaluation_faults),
     Check((*GRAPH_KEYS, "evaluation", "checkpoint"), section_faults),

@@ -193,9 +193,9 @@ def layout_faults(context: Context) -> Iterator[Fault]:
     if config is None or not is_known(config):
         return
     for role, layout in context.plan.layouts.items():
-        section = context.recipe.roles.reference if role == "reference" else None
-        if role == "reference" and (section is None or section.parallel is None):
-            continue  # it has the actor's layout, which is reported there
+        section = context.models.get(role)
+        if section is None or section.parallel is None or getattr(section, "model", None):
+            continue  # it has the actor's layout, which is reported there, or a model of its own
         for problem in layout.problems(config):
             what, _, fix = problem.partition("; ")
             yield context.fault(f"roles.{role}.parallel", f"roles.{role}: {what}", fix)
@@ -216,7 +216,7 @@ def length_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("roles.rollout.sampling.max_tokens", what, "lower one of the two")
 
 
-PARALLEL = ("roles.actor.parallel", "roles.reference")
+PARALLEL = ("roles.actor.parallel", "roles.reference", "roles.critic")
 
 CHECKS = (
     Check(("model.path",), folder_faults),

@@ -3,38 +3,34 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import Stage
+from hybridflow.recipe.compile import ACTOR, Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.placement import engine_slots, packed
 
 
 def batch_faults(context: Context) -> Iterator[Fault]:
     """Prompts over data-parallel ranks, and a rank's prompts over mini-batches."""
-    dp = context.recipe.roles.actor.parallel.dp
     for stage in context.stages:
         key = _key(stage, "prompts_per_step", "data.prompts_per_step")
         prompts = stage.prompts_per_step
-        if prompts % dp:
-            fix = f"set {key} to a multiple of {dp}, such as {_up(prompts, dp)}"
-            what = f"{key}={prompts} does not divide over dp={dp} ranks of the actor"
-            yield context.fault(key, what, fix)
-        elif prompts // dp % stage.mini_batches:
-            what = (
-                f"a rank's {prompts // dp} prompts ({key}={prompts} over dp={dp}) do not divide "
-                f"into mini_batches={stage.mini_batches}"
-            )
-            fix = f"make {key} a multiple of {dp * stage.mini_batches}, or lower mini_batches"
-            yield context.fault("roles.actor.mini_batches", what, fix)
-
-
-def reference_batch_faults(context: Context) -> Iterator[Fault]:
-    """Prompts over the reference's own data-parallel ranks."""
-    layout = context.plan.layouts.get("reference")
-    prompts = context.recipe.data.prompts_per_step
-    if layout is not None and layout != context.recipe.layout("actor") and prompts % layout.dp:
-        what = f"data.prompts_per_step={prompts} does not divide over the reference's {layout.dp}"
-        fix = f"set it to a multiple of {layout.dp}, such as {_up(prompts, layout.dp)}"
-        yield context.fault("roles.reference.parallel", what, fix)
+        acting = dict.fromkeys(role for node in stage.graph.nodes for role in node.roles)
+        reported: set[int] = set()
+        for role in (role for role in acting if role in context.models):
+            dp = context.recipe.layout(role).dp
+            training = stage.trained.get(role)
+            mini_batches = 1 if training is None else training.mini_batches
+            if prompts % dp and dp not in reported:
+                reported.add(dp)
+                fix = f"set {key} to a multiple of {dp}, such as {_up(prompts, dp)}"
+                what = f"{key}={prompts} does not divide over dp={dp} ranks of the {role}"
+                yield context.fault(key, what, fix)
+            elif prompts % dp == 0 and prompts // dp % mini_batches:
+                what = (
+                    f"a rank's {prompts // dp} prompts ({key}={prompts} over dp={dp}) do not "
+                    f"divide into mini_batches={mini_batches}"
+                )
+                fix = f"make {key} a multiple of {dp * mini_batches}, or lower mini_batches"
+                yield context.fault(f"roles.{role}.mini_batches", what, fix)
 
 
 def _up(value: int, divisor: int) -> int:
@@ -52,9 +48,8 @@ def micro_batch_faults(context: Context) -> Iterator[Fault]:
     if recipe.roles.rollout is None:
         return
     prompt, response = recipe.data.max_prompt_tokens, recipe.roles.rollout.sampling.max_tokens
-    sections = {"actor": recipe.roles.actor, "reference": recipe.roles.reference}
-    for role, section in sections.items():
-        if section is not None and section.micro_batch_tokens < prompt + response:
+    for role, section in context.models.items():
+        if section.micro_batch_tokens < prompt + response:
             key = f"roles.{role}.micro_batch_tokens"
             what = (
                 f"{key}={section.micro_batch_tokens} cannot hold the longest sample: "
@@ -65,10 +60,11 @@ def micro_batch_faults(context: Context) -> Iterator[Fault]:
 
 def schedule_faults(context: Context) -> Iterator[Fault]:
     """Learning rates that could not follow their schedule."""
-    for stage in context.stages:
-        prefix = "warm_start" if stage.name == "warm_start" else "roles.actor.optimizer"
-        optimizer = stage.optimizer
-        taken = stage.optimizer_steps
+    for stage, role in [(one, role) for one in context.stages for role in one.trained]:
+        warm = stage.name == "warm_start" and role == ACTOR
+        prefix = "warm_start" if warm else f"roles.{role}.optimizer"
+        optimizer = stage.trained[role].optimizer
+        taken = context.plan.scheduled_steps(stage, role)
         if taken and optimizer.schedule != "constant" and optimizer.warmup_steps >= taken:
             what = (
                 f"{prefix}.warmup_steps={optimizer.warmup_steps} leaves nothing of the stage's "
@@ -121,24 +117,24 @@ def server_device_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("roles.rollout.parallel", what, fix)
 
 
+MODELS = ("roles.actor.parallel", "roles.reference", "roles.critic")
 BATCH = (
-    *("data.prompts_per_step", "data.samples_per_prompt", "roles.actor.parallel"),
-    *("roles.actor.mini_batches", "roles.actor.epochs", "warm_start"),
+    *("data.prompts_per_step", "data.samples_per_prompt", "dataflow", "warm_start"),
+    *("roles.actor.mini_batches", "roles.actor.epochs", *MODELS),
 )
 SCHEDULE = (
     *("steps", "roles.actor.optimizer", "roles.actor.mini_batches", "roles.actor.epochs"),
-    *("warm_start", "dataflow"),
+    *("warm_start", "dataflow", "algorithm.critic_warmup_steps", *MODELS[1:]),
 )
 DEVICES = (
-    *("cluster", "dataflow", "warm_start.dataflow", "roles.reference"),
-    *("roles.actor.parallel", "roles.rollout.parallel", "roles.rollout.colocate"),
+    *("cluster", "dataflow", "warm_start.dataflow", *MODELS),
+    *("roles.rollout.parallel", "roles.rollout.colocate"),
 )
 LENGTHS = ("data.max_prompt_tokens", "roles.rollout.sampling.max_tokens")
 
 CHECKS = (
     Check(BATCH, batch_faults),
-    Check(("data.prompts_per_step", "roles.reference", "dataflow"), reference_batch_faults),
-    Check((*LENGTHS, "roles.actor.micro_batch_tokens", "roles.reference"), micro_batch_faults),
+    Check((*LENGTHS, "roles.actor.micro_batch_tokens", *MODELS[1:]), micro_batch_faults),
     Check(SCHEDULE, schedule_faults),
     Check(DEVICES, device_faults),
     Check(DEVICES, server_device_faults),

@@ -1,0 +1,85 @@
+"""Losses of a critic, per token, and how well its values explain the returns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses.base import TokenLoss
+
+
+@dataclass(frozen=True)
+class ValueInputs:
+    """What a value loss may read, all ``[T]``; only ``values_T`` carries a gradient.
+
+    Attributes:
+        values_T: of the state before each response token.
+        returns_T: their targets.
+        old_values_T: values before the update; None where the loss needs none.
+        clip: how far a value may be from the old one.
+    """
+
+    values_T: Tensor
+    returns_T: Tensor
+    old_values_T: Tensor | None = None
+    clip: float = 0.2
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """An entry of the registry of value losses; ``metrics``: names of its metrics."""
+
+    function: Callable[[ValueInputs], TokenLoss]
+    metrics: tuple[str, ...] = ()
+    needs_old_values: bool = False
+
+    def __call__(self, inputs: ValueInputs) -> TokenLoss:
+        assert not self.needs_old_values or inputs.old_values_T is not None
+        return self.function(inputs)
+
+
+def value_mse(inputs: ValueInputs) -> TokenLoss:
+    """Half the squared error, ``loss = (V - R)^2 / 2``. Metric: ``value_mean``."""
+    loss_T = 0.5 * (inputs.values_T - inputs.returns_T).square()
+    return TokenLoss(loss_T, {"value_mean": inputs.values_T.detach()})
+
+
+def value_clip(inputs: ValueInputs) -> TokenLoss:
+    """Half the squared error, or that of the clipped value where it is larger.
+
+    PPO2 of OpenAI's baselines; Engstrom et al., 2020 (arXiv:2005.12729), section 3, equation 1::
+
+        loss = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+
+    Metrics: ``value_mean``; ``clip_fraction``, the share of tokens at which the bound cut the
+    gradient.
+    """
+    assert inputs.old_values_T is not None, "ValueLoss checks this"
+    old_T, clip = inputs.old_values_T, inputs.clip
+    held_T = torch.clamp(inputs.values_T, old_T - clip, old_T + clip)
+    free_T = (inputs.values_T - inputs.returns_T).square()
+    bounded_T = (held_T - inputs.returns_T).square()
+    metrics_T = {
+        "value_mean": inputs.values_T.detach(),
+        "clip_fraction": (bounded_T > free_T).detach().float(),
+    }
+    return TokenLoss(0.5 * torch.maximum(free_T, bounded_T), metrics_T)
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
+    """``1 - Var(R - V) / Var(R)``: 1 for a perfect critic, 0 for one that says a constant.
+
+    0 where the returns are all equal.
+    """
+    values_T, returns_T = values_T.double(), returns_T.double()
+    spread = returns_T.var(unbiased=False).item() if len(returns_T) else 0.0
+    if spread == 0:
+        return 0.0
+    return 1.0 - (returns_T - values_T).var(unbiased=False).item() / spread
+
+
+VALUE_LOSSES: dict[str, ValueLoss] = {
+    "value_clip": ValueLoss(value_clip, ("value_mean", "clip_fraction"), needs_old_values=True),
+    "value_mse": ValueLoss(value_mse, ("value_mean",)),
+}

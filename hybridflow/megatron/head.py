@@ -1,0 +1,36 @@
+"""What a model ends in: the vocabulary, or one number a token (critics and reward models)."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge import live
+from megatron_bridge.registry import has_value_head, labels
+
+VOCABULARY, VALUE = "vocabulary", "value"
+
+
+def model_config(folder: str | Path, head: str) -> tuple[dict[str, Any], bool]:
+    """The config to build a model from, and whether its head is new: not in the folder's weights.
+
+    Args:
+        folder: in HuggingFace format; for a value head that of a base model or of a
+            ``*ForSequenceClassification`` with one label.
+        head: ``vocabulary`` or ``value``.
+
+    Raises:
+        ValueError: the folder's model ends in something else.
+    """
+    config = live.load_hf_config(folder)
+    if head == VALUE:
+        if not has_value_head(config):
+            return dict(live.with_value_head(config)), True
+        if labels(config) != 1:
+            raise ValueError(
+                f"{folder} ends in {labels(config)} scores and a value head has one; give a "
+                "checkpoint with num_labels 1, or the base model to start from a new head"
+            )
+    elif has_value_head(config):
+        raise ValueError(
+            f"{folder} ends in scores, not in the vocabulary; use it in a role with `head: value`"
+        )
+    return dict(config), False
