@@ -37,6 +37,7 @@ class FunctionContext:
         prompts_per_step: prompts that a step trains on.
         kl_coef: weight of the KL in this step.
         max_tokens: most tokens of a response.
+        preference_beta: temperature of implicit rewards.
         previous: the node's own outputs of the round before, within a ``repeat_until`` of this
             step; None in the first round and outside of one.
         kl_coef: weight of the KL in every token's reward; 0 where the KL is a term of the loss.
@@ -50,6 +51,7 @@ class FunctionContext:
     prompts_per_step: int = 0
     kl_coef: float = 0.0
     max_tokens: int = 0
+    preference_beta: float = 0.1
     previous: Mapping[str, Any] | None = None
     kl_estimator: str = "k3"
     gae: GaeSettings = GaeSettings()
@@ -140,6 +142,21 @@ def gae(batch: Batch, context: FunctionContext, whiten: bool | None = None) -> d
         batch["token_rewards"], batch["values"], settings.gamma, settings.lam, whitened=whitened
     )
     return {"advantages": advantages_, "returns": returns}
+def prime(batch: Batch, context: FunctionContext, gamma: float = 1.0) -> dict[str, Any]:
+    """rewards (samples), prm_logprobs, ref_logprobs (tokens) -> advantages (tokens)."""
+    found = advantages.implicit_process(
+        _per_prompt(batch, "rewards"),
+        batch["prm_logprobs"],
+        batch["ref_logprobs"],
+        context.preference_beta,
+        gamma,
+    )
+    return {"advantages": found}
+
+
+def outcome_labels(batch: Batch, context: FunctionContext, above: float = 0.5) -> dict[str, Any]:
+    """rewards (samples) -> labels (samples, bool)."""
+    return {"labels": batch["rewards"] > above}
 
 
 def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, Any]:
@@ -232,6 +249,8 @@ _FUNCTIONS: dict[str, Function] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "token_rewards": token_rewards,
     "gae": gae,
+    "prime": prime,
+    "outcome_labels": outcome_labels,
     "shuffle": shuffle,
     "prompt_mean": prompt_mean,
     "weighted_sum": weighted_sum,

@@ -61,6 +61,7 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
         normalize_by_std=algorithm.normalize_by_std,
         prompts_per_step=around.stage.prompts_per_step,
         max_tokens=int(state["max_tokens"]) if "max_tokens" in state else 0,
+        preference_beta=algorithm.preference.beta,
         previous=context.previous,
         kl_coef=state["kl_coef"] if algorithm.kl.place == "reward" else 0.0,
         kl_estimator=algorithm.kl.estimator,

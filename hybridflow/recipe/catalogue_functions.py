@@ -5,6 +5,7 @@ from hybridflow.recipe.catalogue_fields import (
     ADVANTAGES,
     FINISHED,
     KL_BASELINE,
+    LABELS,
     LOGPROBS,
     PROMPT_VALUES,
     PROMPTS,
@@ -119,6 +120,25 @@ _FUNCTIONS: dict[str, Signature] = {
                 "bool", description="overrides algorithm.gae.whiten_advantages for this node"
             )
         },
+    ),
+    "prime": Signature(
+        "PRIME's advantage: the return of implicit process rewards, algorithm.preference.beta * "
+        "(prm_logprobs - ref_logprobs), and the outcome, each less the mean of the prompt's other "
+        "samples.",
+        {
+            "rewards": takes(REWARD_VALUES),
+            "prm_logprobs": takes(LOGPROBS, description="under the process reward model"),
+            "ref_logprobs": takes(LOGPROBS, description="under the model that it began from"),
+        },
+        {"advantages": TOKEN_ADVANTAGES},
+        {"gamma": Option("float", 1.0, description="discount per token")},
+        compares_samples=True,
+    ),
+    "outcome_labels": Signature(
+        "Which responses are good: those whose reward is above a bound.",
+        {"rewards": takes(REWARD_VALUES)},
+        {"labels": LABELS},
+        {"above": Option("float", 0.5, description="reward above which a response is good")},
     ),
     "shuffle": Signature(
         "Permute the values over all samples of the step: a control that must not learn.",

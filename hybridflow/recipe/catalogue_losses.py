@@ -78,6 +78,12 @@ _PREFERENCES: dict[str, LossEntry] = {
         *("preference.beta", "preference.target_margin"),
         reference=False,
     ),
+    "prime": LossEntry(
+        "PRIME's, of a model whose token rewards are implicit: cross entropy with the outcome",
+        ("ref_logprobs", "labels"),
+        settings=("preference.beta",),
+        samples=1,
+    ),
     "kto": LossEntry(
         "KTO's, of single responses that are desirable or not",
         ("ref_logprobs", "labels", "kl_baseline"),

@@ -161,7 +161,7 @@ class SapoSection(Section):
 
 
 class PreferenceSection(Section):
-    """Losses of whole responses: `dpo`, `ipo`, `kto`, `orpo`, `simpo`."""
+    """Losses of whole responses: `dpo`, `ipo`, `kto`, `orpo`, `simpo`, `prime`."""
 
     beta: Positive = Field(default=0.1, description="temperature of the implicit reward")
     label_smoothing: float = Field(

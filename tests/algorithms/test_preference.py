@@ -44,7 +44,7 @@ def responses_of(dtype: torch.dtype = torch.float32) -> Responses:
     )
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", FIGURES["losses"])
 def test_trl_gives_the_same(name: str):
     found = PREFERENCES[name](responses_of(), SETTINGS)
     for key, figure in FIGURES["losses"][name].items():
@@ -73,6 +73,10 @@ def by_the_paper(name: str, s: PreferenceSettings, smoothing: float = 0.0) -> li
             weights[good] * (1 - sigmoid(s.beta * ((r - q - z) if good else (z - r + q))))
             for r, q, good in zip(sums, reference, LABELS, strict=True)
         ]
+    if name == "prime":
+        rewards = [s.beta * (r - q) for r, q in zip(sums, reference, strict=True)]
+        signed = [r if good else -r for r, good in zip(rewards, LABELS, strict=True)]
+        return [-math.log(sigmoid(r)) for r in signed]
     losses = []
     for good, bad in ((0, 1), (2, 3), (4, 5)):
         h = sums[good] - reference[good] - sums[bad] + reference[bad]

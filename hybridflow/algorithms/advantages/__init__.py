@@ -9,6 +9,7 @@ from hybridflow.algorithms.advantages.group import (
     minus_baseline,
     optimal_baseline,
 )
+from hybridflow.algorithms.advantages.process import implicit_process
 from hybridflow.algorithms.advantages.whitened import (
     decoupled_rewards,
     reinforce_pp,
@@ -22,6 +23,7 @@ __all__ = [
     "group_policy_gradient",
     "group_relative",
     "has_spread",
+    "implicit_process",
     "leave_one_out",
     "minus_baseline",
     "optimal_baseline",

@@ -5,28 +5,50 @@ from torch import Tensor
 
 from hybridflow.batch import Ragged
 
+_BLOCK = 64
+
 
 def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     """``[T]`` ``sum over k >= 0 of discount^k * values[t + k]`` within each token's response.
 
-    The span that is summed doubles until it covers the longest response: ``log2(longest)``
-    passes over the batch.
+    Responses are cut into blocks; one product with a triangle of the discount's powers sums within
+    them, and what follows a block comes from the sums over blocks, found in the same way.
 
     Args:
         values_T: one value per token of ``rows``, in their order.
         rows: whose row lengths count.
     """
-    places_T = torch.arange(len(values_T))
-    ends_T = torch.repeat_interleave(rows.offsets[1:], rows.lengths)
-    longest = int(rows.lengths.max()) if len(rows) else 0
-    sums_T, span = values_T, 1
-    while span < longest:
-        further_T = places_T + span
-        inside_T = further_T < ends_T
-        taken_T = sums_T[further_T.clamp(max=len(values_T) - 1)]
-        sums_T = sums_T + torch.where(inside_T, discount**span * taken_T, 0.0)
-        span *= 2
-    return sums_T
+    if discount == 1.0:
+        return _sums_to_the_end(values_T, rows)
+    blocks_S = (rows.lengths + _BLOCK - 1) // _BLOCK
+    ends_S = blocks_S.cumsum(0)
+    blocks = Ragged(torch.empty(int(blocks_S.sum())), torch.cat([ends_S.new_zeros(1), ends_S]))
+    shift_S = blocks.offsets[:-1] * _BLOCK - rows.offsets[:-1]
+    place_T = torch.repeat_interleave(shift_S, rows.lengths).add_(torch.arange(len(values_T)))
+    padded_NB = values_T.new_zeros(len(blocks.values), _BLOCK)
+    padded_NB.view(-1)[place_T] = values_T
+
+    steps_B = torch.arange(_BLOCK, dtype=values_T.dtype)
+    powers_BB = torch.tril(discount ** (steps_B[:, None] - steps_B).clamp(min=0))
+    sums_NB = padded_NB @ powers_BB
+    if len(blocks) and int(blocks_S.max()) > 1:
+        after_N = _next(discounted_sums(sums_NB[:, 0], blocks, discount**_BLOCK), blocks)
+        sums_NB += after_N[:, None] * discount ** (_BLOCK - steps_B)
+    return sums_NB.view(-1).index_select(0, place_T)
+
+
+def _sums_to_the_end(values_T: Tensor, rows: Ragged) -> Tensor:
+    """``discounted_sums`` without a discount."""
+    last_T = torch.repeat_interleave(rows.offsets[1:] - 1, rows.lengths)
+    upto_T = values_T.cumsum(0)
+    return upto_T.index_select(0, last_T).sub_(upto_T).add_(values_T)
+
+
+def _next(values_N: Tensor, rows: Ragged) -> Tensor:
+    """``[N]`` the value after each within its row, 0 after the last."""
+    next_N = torch.cat([values_N[1:], values_N.new_zeros(1)])
+    next_N[rows.offsets[1:][rows.lengths > 0] - 1] = 0.0
+    return next_N
 
 
 def at_last_tokens(values_S: Tensor, rows: Ragged) -> Tensor:

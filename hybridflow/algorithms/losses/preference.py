@@ -165,6 +165,30 @@ def kto(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     return PreferenceLoss(weight_S * torch.sigmoid(-signed_S), metrics)
 
 
+def prime(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
+    """Cross entropy of an implicit process reward model with the outcome.
+
+    Cui et al., 2025 (arXiv:2502.01456), equation 4; Yuan et al., 2024 (arXiv:2412.01981). A
+    response earns ``r = beta * log(prm(y) / ref(y))``, the sum of its tokens' rewards::
+
+        loss = -log sigmoid(r)   where the outcome is good
+               -log sigmoid(-r)  elsewhere
+
+    Metrics: ``outcome_accuracy``, the share of outcomes that the sign of r tells;
+    ``good_reward`` and ``bad_reward``, r of each kind.
+    """
+    assert responses.labels_S is not None, "check_fields looks"
+    rewards_S, label_S = settings.beta * responses.log_ratios_S, responses.labels_S
+    loss_S = -functional.logsigmoid(torch.where(label_S, rewards_S, -rewards_S))
+    rewards_S = rewards_S.detach()
+    metrics = {
+        "outcome_accuracy": ((rewards_S > 0) == label_S).float(),
+        "good_reward": rewards_S[label_S],
+        "bad_reward": rewards_S[~label_S],
+    }
+    return PreferenceLoss(loss_S, metrics)
+
+
 def _margins(values_S: Tensor) -> Tensor:
     """``[S / 2]`` the chosen response's value over the rejected one's."""
     chosen_N, rejected_N = values_S.view(-1, 2).unbind(1)
@@ -213,6 +237,7 @@ class Preference:
 
 _PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 _REFERENCE = ("ref_logprobs",)
+_PRIME = ("outcome_accuracy", "good_reward", "bad_reward")
 _KTO = ("desirable_reward", "undesirable_reward", "kl_baseline")
 
 PREFERENCES: dict[str, Preference] = {
@@ -220,5 +245,6 @@ PREFERENCES: dict[str, Preference] = {
     "ipo": Preference(ipo, True, _REFERENCE, _PAIRS),
     "orpo": Preference(orpo, True, (), (*_PAIRS, "nll", "log_odds")),
     "simpo": Preference(simpo, True, (), _PAIRS),
+    "prime": Preference(prime, False, (*_REFERENCE, "labels"), _PRIME),
     "kto": Preference(kto, False, (*_REFERENCE, "labels", "kl_baseline"), _KTO),
 }

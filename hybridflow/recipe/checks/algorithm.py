@@ -59,8 +59,14 @@ def response_faults(context: Context) -> Iterator[Fault]:
                 what = f"the loss '{name}' of node '{node.name}' takes two responses to a prompt"
                 fix = "take `{responses: pairs}` from the inputs"
                 yield Fault(node.origin, what, fix)
-            if node.call == "update" and stage.name == "main":
+            if node.call == "update" and stage.name == "main" and not _trains_tokens(stage):
                 yield from _token_settings(context, name)
+
+
+def _trains_tokens(stage: Stage) -> bool:
+    """Whether some update of the stage has a loss of tokens."""
+    losses = (LOSSES.get(str(n.options.get("loss"))) for n in stage.graph.nodes)
+    return any(loss is not None and loss.samples is None for loss in losses)
 
 
 def _token_settings(context: Context, loss: str) -> Iterator[Fault]:
