@@ -35,7 +35,6 @@ class FunctionContext:
         seed: of the run.
         normalize_by_std: whether group-relative advantages are divided by the group's std.
         prompts_per_step: prompts that a step trains on.
-        kl_coef: weight of the KL in this step.
         max_tokens: most tokens of a response.
         preference_beta: temperature of implicit rewards.
         previous: the node's own outputs of the round before, within a ``repeat_until`` of this
@@ -142,6 +141,8 @@ def gae(batch: Batch, context: FunctionContext, whiten: bool | None = None) -> d
         batch["token_rewards"], batch["values"], settings.gamma, settings.lam, whitened=whitened
     )
     return {"advantages": advantages_, "returns": returns}
+
+
 def prime(batch: Batch, context: FunctionContext, gamma: float = 1.0) -> dict[str, Any]:
     """rewards (samples), prm_logprobs, ref_logprobs (tokens) -> advantages (tokens)."""
     found = advantages.implicit_process(

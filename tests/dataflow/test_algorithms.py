@@ -20,6 +20,11 @@ DATAFLOWS = {
         "algorithm.kl={coef: 0.1, estimator: full}",
         "roles.reference={colocate: actor}",
     ],
+    "prime": [
+        "roles.prm={head: vocabulary, optimizer: {lr: 1e-3}, colocate: actor}",
+        "roles.reference={colocate: actor}",
+        "algorithm.preference.beta=0.05",
+    ],
     "dapo": ["algorithm.clip=[0.2, 0.28]"],
     "opo": [],
     "gpg": [],
@@ -33,7 +38,7 @@ DATAFLOWS = {
 }
 # Advantages per token, a loss of whole responses, and a second rollout; the others go the same way
 # as one of them.
-QUICK = ("reinforce_pp", "gspo", "remax")
+QUICK = ("reinforce_pp", "gspo", "remax", "prime")
 
 
 def overrides_of(name: str, folder: Path) -> list[str]:
@@ -68,6 +73,8 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
     assert metrics["weights/version"] == 1
     if name == "grpo_full_kl":
         assert metrics["update/kl"] > 0
+    if name == "prime":
+        assert metrics["prm/loss"] > 0 and 0 <= metrics["prm/outcome_accuracy"] <= 1
     if name == "remax":
         assert "greedy/length/mean" in metrics and "reward/greedy_rewards/mean" in metrics
     if name != "gpg":

@@ -20,7 +20,18 @@ def faults_of(*overrides: str) -> list[str]:
 
 
 GROUPS = ("rloo", "opo", "gpg", "gdpo", "reinforce_pp_baseline")
-FLOWS = (*GROUPS, "dapo", "grpo_full_kl", "remax", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo")
+FLOWS = (
+    *GROUPS,
+    "dapo",
+    "grpo_full_kl",
+    "prime",
+    "remax",
+    "reinforce_pp",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -29,6 +40,7 @@ def test_shipped_dataflows_are_sound(workspace: Path, name: str):
         "gdpo": [FORMAT],
         "dapo": ["algorithm.kl.coef=0.0"],
         "grpo_full_kl": ["algorithm.kl.estimator=full"],
+        "prime": ["roles.prm={head: vocabulary, optimizer: {lr: 1e-6}, colocate: actor}"],
     }
     assert faults_of(f"dataflow={name}", *further.get(name, [])) == []
 
@@ -123,6 +135,15 @@ def test_what_the_whole_kl_needs(workspace: Path):
     Path("flow.yaml").write_text(graph.replace("role: reference", "role: actor"))
     (found,) = faults_of("dataflow=flow.yaml", "algorithm.kl.estimator=full")
     assert "gives 'ref_hidden' of the role 'actor'" in found
+
+
+def test_prime_reads_both_kinds_of_settings(workspace: Path):
+    """Those of losses of tokens and those of losses of whole responses."""
+    role = "roles.prm={head: vocabulary, optimizer: {lr: 1e-6}, colocate: actor}"
+    settings = ["algorithm.preference.beta=0.05", "algorithm.aggregation=sequence_mean_token_mean"]
+    assert faults_of("dataflow=prime", role, *settings) == []
+    found = faults_of("dataflow=prime")
+    assert len(found) == 2 and all("role 'prm', which the recipe lacks" in fault for fault in found)
 
 
 LOOPS = [
