@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.algorithms import advantages, rewards_math
+from hybridflow.algorithms.lagrangian import combined_advantages
 from hybridflow.batch import Batch
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.registry import Registry
@@ -42,6 +43,7 @@ class FunctionContext:
         kl_coef: weight of the KL in every token's reward; 0 where the KL is a term of the loss.
         kl_estimator: of that KL.
         gae: of functions over a critic's values.
+        multiplier: weight of costs in this step, the Lagrange multiplier lambda.
     """
 
     step: int = 0
@@ -54,6 +56,7 @@ class FunctionContext:
     previous: Mapping[str, Any] | None = None
     kl_estimator: str = "k3"
     gae: GaeSettings = GaeSettings()
+    multiplier: float = 0.0
 
 
 Function = Callable[..., dict[str, Any]]
@@ -119,13 +122,13 @@ def reinforce_pp_baseline(batch: Batch, context: FunctionContext) -> dict[str, A
     return {"advantages": advantages.reinforce_pp_baseline(rewards_PG, lengths_PG).flatten()}
 
 
-def token_rewards(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+def token_rewards(batch: Batch, context: FunctionContext, kl_share: float = 1.0) -> dict[str, Any]:
     """rewards (samples), responses, perhaps logprobs, ref_logprobs -> token_rewards (tokens)."""
     kl = {name: batch[name] for name in ("logprobs", "ref_logprobs") if name in batch}
     found = advantages.token_rewards(
         batch["rewards"],
         batch["responses"],
-        context.kl_coef,
+        context.kl_coef * kl_share,
         context.kl_estimator,
         whitened=context.gae.whiten_rewards,
         **kl,
@@ -158,6 +161,17 @@ def prime(batch: Batch, context: FunctionContext, gamma: float = 1.0) -> dict[st
 def outcome_labels(batch: Batch, context: FunctionContext, above: float = 0.5) -> dict[str, Any]:
     """rewards (samples) -> labels (samples, bool)."""
     return {"labels": batch["rewards"] > above}
+
+
+def lagrangian(batch: Batch, context: FunctionContext) -> dict[str, Any]:
+    """advantages, cost_advantages (tokens), costs (samples) -> combined (tokens)."""
+    combined = combined_advantages(
+        batch["advantages"],
+        batch["cost_advantages"],
+        context.multiplier,
+        whitened=context.gae.whiten_advantages,
+    )
+    return {"combined": combined}
 
 
 def shuffle(batch: Batch, context: FunctionContext, seed: int = 0) -> dict[str, Any]:
@@ -252,6 +266,7 @@ _FUNCTIONS: dict[str, Function] = {
     "gae": gae,
     "prime": prime,
     "outcome_labels": outcome_labels,
+    "lagrangian": lagrangian,
     "shuffle": shuffle,
     "prompt_mean": prompt_mean,
     "weighted_sum": weighted_sum,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from hybridflow.algorithms.adaptive_kl import adaptive_coefficient
+from hybridflow.algorithms.lagrangian import next_multiplier
 from hybridflow.dataflow.state import SharedState
 from hybridflow.recipe.schema import Recipe
 
@@ -19,6 +20,22 @@ def move(state: SharedState, recipe: Recipe, metrics: Mapping[str, float], sampl
 
     A step that measured nothing (the graph's ``delay`` kept its update away) moves nothing.
     """
+    _move_kl(state, recipe, metrics, samples)
+    _move_multiplier(state, recipe, metrics)
+
+
+def _move_multiplier(state: SharedState, recipe: Recipe, metrics: Mapping[str, float]) -> None:
+    """Lambda follows the cost of steps that train the actor, which alone can lower it."""
+    told, cost = recipe.algorithm.lagrangian, metrics.get("cost/mean")
+    if told is None or cost is None or "update/loss" not in metrics or not math.isfinite(cost):
+        return
+    rule = partial(next_multiplier, mean_cost=cost, limit=told.limit, rate=told.lr)
+    state.revise("lambda", rule, by="algorithm.lagrangian")
+
+
+def _move_kl(
+    state: SharedState, recipe: Recipe, metrics: Mapping[str, float], samples: int
+) -> None:
     adaptive = recipe.algorithm.kl.adaptive
     kl = next((metrics[name] for name in MEASURED_KL if name in metrics), None)
     if adaptive is None or kl is None or not math.isfinite(kl):

@@ -8,6 +8,7 @@ from functools import partial
 from hybridflow.dataflow.state import LiveValue
 from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.ranges import LARGEST
+from hybridflow.recipe.schema import LagrangianSection
 from hybridflow.recipe.schema_roles import SamplingSection
 
 _RUNS = "the run itself counts it"
@@ -30,6 +31,7 @@ def live_values(plan: Plan) -> list[LiveValue]:
         *_rates(plan),
         actor("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
         actor("entropy_coef", bonus, 0, max(10.0, bonus), "weight of the entropy"),
+        *([] if algorithm.lagrangian is None else [_multiplier(algorithm.lagrangian)]),
         *([] if rollout is None else _of_sampling(rollout.sampling, older)),
     ]
 
@@ -44,6 +46,11 @@ def _of_sampling(sampling: SamplingSection, older: str) -> list[LiveValue]:
         rollout("top_k", sampling.top_k, -1, LARGEST, "tokens to draw from; -1: all", (0,)),
         rollout("max_tokens", tokens, 1, tokens, "most tokens of a response"),
     ]
+
+
+def _multiplier(told: LagrangianSection) -> LiveValue:
+    low, high = min(1e-4, told.start), max(told.start, told.maximum)
+    return LiveValue("lambda", told.start, low, high, "weight of costs", role="actor")
 
 
 def _rates(plan: Plan) -> Iterator[LiveValue]:

@@ -35,6 +35,7 @@ class Observer:
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
         self._constant = ConstantReward()
+        self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
         self._main_reward = _main_reward(graph, self._training_scores)
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
@@ -83,6 +84,8 @@ class Observer:
                 found["eval/reward"] = mean
             elif several and "rewards" in node.outputs:
                 found[f"reward/{node.outputs['rewards']}/mean"] = mean
+        for name in (name for name in self._costs if name in outcome.fields):
+            found["cost/mean"] = outcome.fields[name].data.mean().item()
         if self._main_reward in outcome.fields:
             rewards_S = outcome.fields[self._main_reward].data
             found["reward/mean"] = rewards_S.mean().item()

@@ -65,6 +65,7 @@ def _call_function(node: Node, around: Surroundings, batch: Batch, context: Step
         previous=context.previous,
         kl_coef=state["kl_coef"] if algorithm.kl.place == "reward" else 0.0,
         kl_estimator=algorithm.kl.estimator,
+        multiplier=0.0 if algorithm.lagrangian is None else state["lambda"],
         gae=GaeSettings() if gae is None else GaeSettings(**gae.model_dump()),
     )
     data = FUNCTIONS[str(node.function)](batch, told, **node.options)

@@ -110,6 +110,11 @@ _FUNCTIONS: dict[str, Signature] = {
             ),
         },
         {"token_rewards": TOKEN_REWARDS},
+        {
+            "kl_share": Option(
+                "float", 1.0, description="times algorithm.kl.coef; negative for a cost"
+            )
+        },
     ),
     "gae": Signature(
         "Generalised advantage estimation over a critic's values; settings from algorithm.gae.",
@@ -139,6 +144,16 @@ _FUNCTIONS: dict[str, Signature] = {
         {"rewards": takes(REWARD_VALUES)},
         {"labels": LABELS},
         {"above": Option("float", 0.5, description="reward above which a response is good")},
+    ),
+    "lagrangian": Signature(
+        "Safe RLHF's advantage: (A - lambda * A of the cost) / (1 + lambda); lambda is a live "
+        "value that algorithm.lagrangian moves by the step's mean cost.",
+        {
+            "advantages": takes(TOKEN_ADVANTAGES, description="of the reward, not whitened"),
+            "cost_advantages": takes(TOKEN_ADVANTAGES, description="of the cost, not whitened"),
+            "costs": takes(REWARD_VALUES, description="cost of each response"),
+        },
+        {"combined": TOKEN_ADVANTAGES},
     ),
     "shuffle": Signature(
         "Permute the values over all samples of the step: a control that must not learn.",

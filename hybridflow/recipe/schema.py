@@ -139,6 +139,17 @@ class GaeSection(Section):
     )
 
 
+class LagrangianSection(Section):
+    """Reward under a limit of cost (Safe RLHF): how lambda, the weight of costs, moves."""
+
+    limit: float = Field(examples=[0.0], description="mean cost of a response that is allowed")
+    start: Positive = Field(default=1.0, description="lambda in the first step")
+    lr: Positive = Field(
+        default=0.1, description="times lambda and the cost over the limit: change of ln lambda"
+    )
+    maximum: Positive = Field(default=10.0, description="largest lambda")
+
+
 class AgreementSection(Section):
     """Rollout against trainer: log-probabilities of the same tokens under the same weights."""
 
@@ -241,6 +252,9 @@ class AlgorithmSection(Section):
     )
     gae: GaeSection | None = Field(
         default=None, description="advantages from a critic; null: its defaults"
+    )
+    lagrangian: LagrangianSection | None = Field(
+        default=None, description="a limit of cost; for dataflows with the function lagrangian"
     )
     value_clip: Positive | None = Field(
         default=None,

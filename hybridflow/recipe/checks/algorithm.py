@@ -88,6 +88,15 @@ def _critic_faults(context: Context, nodes: list[Node]) -> Iterator[Fault]:
     if algorithm.gae is not None and "gae" not in functions:
         what = "algorithm.gae does nothing: the dataflow has no node of the function gae"
         yield context.fault("algorithm.gae", what, "remove it, or use a dataflow with a critic")
+    if algorithm.lagrangian is None and "lagrangian" in functions:
+        what = "the function lagrangian needs algorithm.lagrangian, the limit of cost"
+        yield context.fault("algorithm", what, "add `lagrangian: {limit: NUMBER}`")
+    if algorithm.lagrangian is not None and "lagrangian" not in functions:
+        what = "algorithm.lagrangian does nothing: the dataflow has no node of that function"
+        yield context.fault("algorithm.lagrangian", what, "remove it, or use safe_rlhf")
+    if algorithm.lagrangian and algorithm.lagrangian.start > algorithm.lagrangian.maximum:
+        what = f"algorithm.lagrangian.start is above maximum={algorithm.lagrangian.maximum:g}"
+        yield context.fault("algorithm.lagrangian.start", what, "lower it")
     takers = [node for node in nodes if node.function == "token_rewards"]
     if algorithm.kl.coef == 0 or algorithm.kl.place == "loss":
         return

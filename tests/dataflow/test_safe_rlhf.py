@@ -1,0 +1,40 @@
+"""Safe RLHF on the tiny model: a reward and a cost, a critic of each, and lambda between them."""
+
+import shutil
+
+import pytest
+
+from hybridflow.algorithms.lagrangian import next_multiplier
+from hybridflow.monitor import read_metrics
+from tests.dataflow.test_ppo import measured, run
+
+CRITIC = "{optimizer: {lr: 1e-3}, colocate: actor}"
+
+
+def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
+    scorer = tmp_path / "scores.py"
+    scorer.write_text(
+        "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7 / 7\n"
+        "def costly(prompt, response, answer, row):\n    return sum(map(ord, response)) % 5 / 5\n"
+    )
+    recipe = make_recipe(
+        *("dataflow=safe_rlhf", "steps=3", "warm_start=null", "evaluation=null", "export=false"),
+        *("data.samples_per_prompt=1", f"roles.reward.function={scorer}:varied"),
+        f"roles.cost={{function: {scorer}:costly}}",
+        *(f"roles.critic={CRITIC}", "roles.cost_critic={head: value, " + CRITIC[1:]),
+        *("roles.reference={colocate: actor}", "algorithm.kl={coef: 0.1, place: reward}"),
+        *("algorithm.lagrangian={limit: 0.1, start: 2.0, lr: 0.3}", "checkpoint.every=1"),
+    )
+    folder = run(recipe)
+    rows = [row["metrics"] for row in read_metrics(folder)]
+    multiplier = 2.0
+    for row in rows:
+        assert row.get("state/lambda", multiplier) == pytest.approx(multiplier)
+        assert row["critic/grad_norm"] > 0 and row["cost_critic/grad_norm"] > 0
+        assert row["cost/mean"] == row["reward/costs/mean"]
+        assert row["reward/mean"] == row["reward/rewards/mean"]
+        multiplier = next_multiplier(multiplier, row["cost/mean"], 0.1, 0.3)
+    assert multiplier != 2.0
+    before = measured(folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000003")
+    assert measured(run(recipe, resume=True)) == before

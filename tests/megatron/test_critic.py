@@ -1,0 +1,158 @@
+"""A critic: values as HuggingFace computes them, and one loss at every layout and packing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+from hybridflow.batch import Batch, Ragged
+from hybridflow.megatron.config import OptimizerSettings, ValueLossSettings
+from hybridflow.recipe.axes import Axis
+from megatron_bridge.layout import ParallelLayout
+from tests.megatron.cases import make_batch, make_engine, merged, my_part
+from tests.ranks import RanksFailed, run_ranks
+
+ONE = ParallelLayout()
+# Steps too small to move a float32 weight: every loss meets the same model.
+STILL = OptimizerSettings(lr=1e-30, clip_grad=0.0)
+CASES = {
+    "value_clip": ValueLossSettings(clip=0.3),
+    "value_mse": ValueLossSettings("value_mse"),
+    "responses": ValueLossSettings(clip=0.3, aggregation="sequence_mean_token_mean"),
+    "undivided": ValueLossSettings("value_mse", aggregation="sequence_mean_token_sum"),
+}
+
+
+@pytest.fixture(scope="module")
+def critic(tiny_qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a head of some size, as transformers saves it."""
+    folder = tmp_path_factory.mktemp("critic")
+    config = Qwen3Config.from_pretrained(tiny_qwen3, num_labels=1, pad_token_id=0)
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def value_batch() -> Batch:
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(1)
+    for name in ("values", "returns"):
+        numbers = torch.randn(len(batch["responses"].values), generator=generator)
+        batch = batch.with_field(name, Axis.TOKENS, batch["responses"].with_values(numbers))
+    return batch
+
+
+def measure(path: str, layout: ParallelLayout, batch: Batch, **options: Any) -> dict[str, Any]:
+    engine = make_engine(path, layout, optimizer=STILL, head="value", **options)
+    part = my_part(batch, layout)
+    values = engine.values(part)
+    return {"values": values} | {n: engine.update_values(part, loss) for n, loss in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(critic: str) -> dict[str, Any]:
+    (result,) = run_ranks(measure, 1, critic, ONE, value_batch(), micro_batch_tokens=999)
+    return result
+
+
+def test_values_are_huggingfaces(critic: str, expected: dict[str, Any]):
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    batch, rows = value_batch(), []
+    with torch.no_grad():
+        for row, response in enumerate(batch["responses"].rows()):
+            prompt = batch["prompts"][row // batch.samples_per_prompt]
+            ids = torch.cat([prompt, response])[None, :-1]
+            hidden = model.model(ids).last_hidden_state
+            rows.append(model.score(hidden)[0, len(prompt) - 1 :, 0])
+    wanted = Ragged.from_rows(rows)
+    assert expected["values"].dtype == torch.float32 and wanted.values.std() > 0.1
+    torch.testing.assert_close(expected["values"].values, wanted.values, rtol=0, atol=1e-5)
+
+
+LAYOUTS = {
+    "small packs": (ONE, 16),
+    "dp2": (ParallelLayout(dp=2), 23),
+    "tp2pp2": (ParallelLayout(tp=2, pp=2), 32),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_losses_and_gradient_norms_are_the_same_however_they_are_spread(
+    critic: str, expected: dict[str, Any], name: str
+):
+    layout, tokens = LAYOUTS[name]
+    results = run_ranks(
+        measure, layout.world, critic, layout, value_batch(), micro_batch_tokens=tokens
+    )
+    given = merged(results, "values")
+    torch.testing.assert_close(given.values, expected["values"].values, rtol=1e-5, atol=1e-5)
+    for case in CASES:
+        wanted = expected[case]
+        assert results[0][case] == pytest.approx(wanted, rel=1e-5, abs=1e-7), case
+        assert wanted["grad_norm"] > 0 and 0 < wanted.get("clip_fraction", 0.5) < 1
+
+
+def fresh_values(path: str, layout: ParallelLayout, **options: Any) -> dict[str, Any]:
+    engine = make_engine(path, layout, optimizer=None, head="value", **options)
+    return {"values": engine.values(my_part(make_batch(), layout))}
+
+
+def test_a_new_head_is_the_same_at_every_layout_and_says_nearly_nothing(tiny_qwen3: str):
+    (one,) = run_ranks(fresh_values, 1, tiny_qwen3, ONE, seed=3)
+    other = run_ranks(fresh_values, 4, tiny_qwen3, ParallelLayout(tp=2, dp=2), seed=3)
+    first = one["values"].values
+    torch.testing.assert_close(merged(other, "values").values, first, rtol=1e-4, atol=1e-7)
+    assert 0 < first.abs().max() < 0.1
+    (half,) = run_ranks(fresh_values, 1, tiny_qwen3, ONE, seed=3, dtype=torch.bfloat16)
+    assert half["values"].dtype == torch.float32
+    torch.testing.assert_close(half["values"].values, first, rtol=0, atol=2e-3)
+    (reseeded,) = run_ranks(fresh_values, 1, tiny_qwen3, ONE, seed=4)
+    assert not torch.equal(reseeded["values"].values, first)
+
+
+def learn(path: str, layout: ParallelLayout, folder: Path) -> dict[str, Any]:
+    """A critic fits its returns; two steps, a checkpoint, two more, and these again from it."""
+    optimizer = OptimizerSettings(lr=1e-2)
+    part, loss = my_part(value_batch(), layout), ValueLossSettings("value_mse")
+    engine = make_engine(path, layout, optimizer=optimizer, head="value")
+    first = [engine.update_values(part, loss) for _ in range(2)]
+    engine.save_checkpoint(folder / "state")
+    then = [engine.update_values(part, loss) for _ in range(2)]
+    engine.save_pretrained(folder / "model")
+    engine = make_engine(path, layout, optimizer=optimizer, head="value")
+    engine.load_checkpoint(folder / "state")
+    again = [engine.update_values(part, loss) for _ in range(2)]
+    exported = make_engine(str(folder / "model"), layout, optimizer=None, head="value")
+    return {
+        "first": first,
+        "then": then,
+        "again": again,
+        "values": engine.values(part),
+        "exported": exported.values(part),
+    }
+
+
+def test_a_critic_learns_is_saved_and_goes_on_bit_for_bit(tiny_qwen3: str, tmp_path: Path):
+    results = run_ranks(learn, 2, tiny_qwen3, ParallelLayout(pp=2), tmp_path)
+    assert results[0]["again"] == results[0]["then"]
+    losses = [metrics["loss"] for metrics in results[0]["first"] + results[0]["then"]]
+    assert losses == sorted(losses, reverse=True)
+    assert merged(results, "exported").equals(merged(results, "values"))
+
+
+def refused(path: str, head: str, call: str) -> None:
+    engine = make_engine(path, ONE, optimizer=None, head=head)
+    getattr(engine, call)(make_batch())
+
+
+def test_the_head_must_fit(tiny_qwen3: str, critic: str, tmp_path: Path):
+    with pytest.raises(RanksFailed, match="ends in the value, not in the vocabulary"):
+        run_ranks(refused, 1, critic, "value", "logprobs")
+    with pytest.raises(RanksFailed, match="ends in scores, not in the vocabulary"):
+        run_ranks(refused, 1, critic, "vocabulary", "logprobs")
+    config = Qwen3Config.from_pretrained(tiny_qwen3, num_labels=2, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RanksFailed, match="ends in 2 scores and a value head has one"):
+        run_ranks(refused, 1, str(tmp_path), "value", "values")
