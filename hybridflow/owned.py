@@ -6,6 +6,7 @@ death, whatever that is, and asks for no process number, which two containers ma
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -15,6 +16,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+SYNC_FOLDERS = "hybridflow-sync-"
+"""Begins the names of those through which weights are published."""
 LOCK = ".owner"
 """The locked file; it names the owner's machine and process."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -29,6 +32,7 @@ def make(parent: Path, prefix: str) -> Path:
     remove_abandoned(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     _claim(folder)
+    atexit.register(_remove_at_exit, folder, os.getpid())
     return folder
 
 
@@ -51,6 +55,12 @@ def remove(folder: Path) -> None:
     """Remove this process's folder; safe to call again."""
     shutil.rmtree(folder, ignore_errors=True)
     _let_go(folder)
+
+
+def _remove_at_exit(folder: Path, owner: int) -> None:
+    """What was not removed in order, after an error, say; a fork of the owner owns nothing."""
+    if folder in _held and os.getpid() == owner:
+        remove(folder)
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

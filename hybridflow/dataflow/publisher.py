@@ -74,7 +74,11 @@ class Publisher:
             on_event=on_event,
         )
         if self._sync.transport == "direct":
-            self._prove_layout()
+            try:
+                self._prove_layout()
+            except BaseException:
+                self.close()
+                raise
 
     def _prove_layout(self) -> None:
         """What servers loaded from the model's folder is what the plan makes of the actor's shards.
@@ -93,8 +97,8 @@ class Publisher:
         if faults:
             lines = [f"- engine {engine}: {fault}" for engine, fault in sorted(faults.items())]
             raise ValueError(
-                "the servers, which loaded the model's folder by themselves, were compared with "
-                "the actor's weights in their layout:\n" + "\n".join(lines)
+                "before the first step each server must be shown to hold the actor's weights in "
+                "its own layout; these were not:\n" + "\n".join(lines)
             )
 
     def actor_moved(self) -> None:

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from hybridflow.recipe.ranges import (
     LARGEST,
     Count,
+    Deadline,
     Positive,
     Seconds,
     Size,
@@ -152,13 +153,14 @@ class SyncSection(Section):
         description="each server rank gets the bytes that it needs; or whole tensors over SGLang's "
         "own broadcast; or whole tensors through a shared folder",
     )
-    mode: Literal["standby", "bucketed"] = Field(
-        default="standby",
+    mode: Literal["standby", "bucketed"] | None = Field(
+        default=None,
         description="of `direct`: whole shards beside the server, two of them kept; or two buckets "
-        "while the server waits",
+        "while the server waits; null: standby",
     )
     bucket: Size = Field(
-        default="512MiB", description="most bytes on their way at once, twice of them in memory"
+        default="512MiB",
+        description="most bytes on their way at once, at least 4KiB; twice of them in memory",
     )
     pause: Literal["retract", "abort", "in_place"] = Field(
         default="retract",
@@ -170,13 +172,18 @@ class SyncSection(Section):
         description="of `disk`: write what has changed alone, and whole versions this often; "
         "null: whole ones only",
     )
-    timeout_seconds: Seconds = Field(
+    timeout_seconds: Deadline = Field(
         default=600.0, description="deadline of each phase of a publication"
     )
     directory: Text = Field(
         default="/dev/shm",
         description="folder of each host's memory (of `disk`: one that all hosts see)",
     )
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether whole shards wait beside the servers."""
+        return self.transport == "direct" and self.mode != "bucketed"
 
     @property
     def bucket_bytes(self) -> int:

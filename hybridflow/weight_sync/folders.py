@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow import owned
 
-PREFIX = "hybridflow-sync-"
+PREFIX = owned.SYNC_FOLDERS
 
 
 def memory() -> Path:

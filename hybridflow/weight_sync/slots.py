@@ -90,15 +90,18 @@ class Slot:
         self._bytes = None
 
 
-def create_slot(path: str | Path, layout: SlotLayout) -> Slot:
+def create_slot(path: str | Path, layout: SlotLayout, among: str = "") -> Slot:
     """Make a zeroed slot that only this user reads, all of its memory reserved.
+
+    Args:
+        among: says in an error what else is to find room there.
 
     Raises:
         ValueError: when the file exists, or the folder has too little room. Without the
             reservation a full folder would be a SIGBUS in whoever writes into the slot.
     """
     path = Path(path)
-    reserve_file(path, layout.bytes, f"the slot of {len(layout.places)} parameters")
+    reserve_file(path, layout.bytes, f"the slot of {len(layout.places)} parameters{among}")
     return open_slot(path, layout)
 
 

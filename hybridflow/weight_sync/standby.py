@@ -11,6 +11,7 @@ from hybridflow.weight_sync.inbox import WeightMismatch
 from hybridflow.weight_sync.receiver import LoaderClient, Proofs, Receiver, some
 from hybridflow.weight_sync.slots import Slot, create_slot, slot_digests
 from hybridflow.weight_sync.streams import copies_digest
+from megatron_bridge.reshard import Routes
 
 
 class StandbyReceiver(Receiver):
@@ -23,12 +24,16 @@ class StandbyReceiver(Receiver):
 
     mode = "standby"
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, routes: Routes, *args: Any, **named: Any) -> None:
+        super().__init__(routes, *args, **named)
         self._pairs: list[list[Slot]] = [[] for _ in self._layouts]
         self._held: list[int | None] = [None, None]
         self._digests: list[list[dict[str, str]] | None] = [None, None]
         self._served: int | None = None
+        engines = sum(seats[0].host == self._host for seats in routes.engines)
+        slots = 2 * engines * len(self._layouts)
+        whole = 2 * engines * sum(layout.bytes for layout in self._layouts)
+        self._among = f" (one of {slots} on this host, {whole / 1e6:.1f} MB in all)"
 
     def _places(self, version: int) -> dict[str, Any]:
         """The slots that do not hold the served version."""
@@ -46,7 +51,7 @@ class StandbyReceiver(Receiver):
                     continue
                 self._held[number], self._digests[number] = None, None
                 name = f"engine{self._engine}-rank{rank}-{letter}.slot"
-                made = create_slot(self._folder / name, layout)
+                made = create_slot(self._folder / name, layout, self._among)
                 for lost in pair[number : number + 1]:
                     lost.close()
                 pair[number : number + 1] = [made]

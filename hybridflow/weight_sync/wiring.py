@@ -130,7 +130,7 @@ def settings(plan: Plan, directory: str) -> SyncSettings:
     section = plan.recipe.roles.servers.sync
     return SyncSettings(
         transport=section.transport,
-        mode=section.mode,
+        mode=section.mode or "standby",
         bucket=section.bucket_bytes,
         pause=section.pause,
         full_every=section.full_every,

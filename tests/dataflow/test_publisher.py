@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,22 @@ def test_a_repair_while_the_actor_is_ahead(publishers: Publishers, mode: str) ->
     assert publisher.publish() == version + 1
     assert publishers.versions() == [str(version + 1)] * 2
     assert answered(publisher) == {version + 1}
+
+
+def test_shared_memory_that_is_too_small_is_told_whole_and_nothing_stays(
+    publishers: Publishers, tmp_path: Path
+) -> None:
+    """What ``hybridflow check`` cannot see: other jobs fill the folder meanwhile."""
+    publishers.connect().close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for link in publishers._publisher._links.values():
+            link.connect(publishers._publisher._wiring)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        with pytest.raises(ValueError, match="must be shown to hold") as caught:
+            publishers.connect(directory=str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "(one of 4 on this host, " in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    assert publishers.connect().version

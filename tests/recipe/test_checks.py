@@ -1,17 +1,22 @@
 """Every fault that ``check`` finds beyond form, each on a recipe that is sound but for it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from hybridflow import owned
 from hybridflow.cli import main
 from hybridflow.recipe.checks import check, check_file
 from hybridflow.recipe.load import load_recipe
+from megatron_bridge.mappings import huggingface_shapes
+from megatron_bridge.translation import resolve
 
 from .conftest import CONFIG, write_rows, write_weights
 
@@ -52,6 +57,10 @@ SETTINGS = [
     ("roles.rollout.parallel.tp=2", "local engine runs on one device", "engine: sglang"),
     ("roles.rollout.sync.transport=broadcast", "the local engine has none", "`direct` or `disk`"),
     ("roles.rollout.sync={transport: disk, mode: bucketed}", "has no modes", "transport: direct"),
+    ("roles.rollout.sync={transport: disk, mode: standby}", "has no modes", "remove it"),
+    ("roles.rollout.sync={transport: disk, bucket: 1GiB}", "has no buckets", "remove it"),
+    ("roles.rollout.sync.bucket=4095B", "cut every row of the weights", "4KiB or more"),
+    ("roles.rollout.sync.directory=/proc", "/proc is no folder that can be written", "choose"),
     ("roles.rollout.sync.full_every=4", "`direct` writes none", "transport: disk"),
     ("roles.rollout.sync.pause=in_place", "max_staleness 0 excludes", "use retract"),
     ("roles.rollout.sync={transport: disk, pause: in_place}", "drop that load", "use retract"),
@@ -137,6 +146,26 @@ def test_nodes_share_no_memory(workspace: Path):
     assert "/dev/shm is the memory of one machine" in found and "all nodes share" in found
     assert faults_of(*nodes, "roles.rollout.sync.directory=.") == []
     assert faults_of(nodes[0]) == []
+
+
+def test_standby_needs_room_for_two_versions_of_each_server(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What killed runs left there is given back first."""
+    left = workspace / "hybridflow-sync-left"
+    left.mkdir()
+    (left / owned.LOCK).write_text(f"\n{os.uname().nodename}\n1\n")
+    free = os.statvfs(workspace)
+    full = os.statvfs_result([*free[:3], 0, 0, *free[5:]])
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    here = ("roles.rollout.sync.directory=.", "roles.rollout.parallel.dp=2")
+    (found,) = faults_of(*here)
+    size = sum(4 * prod(shape) for shape in huggingface_shapes(resolve(CONFIG)).values())
+    assert f"({size / 1000:.2f} KB each) beside each of 2 server(s)" in found
+    assert f": {4 * size / 1000:.2f} KB in ., where 0 B are free" in found and "bucketed" in found
+    assert not left.exists()
+    assert faults_of(*here, "roles.rollout.sync.mode=bucketed") == []
+    assert faults_of(*here, "cluster={nodes: 2, devices_per_node: 12}") == []
 
 
 def test_a_servers_ranks_are_on_one_node(workspace: Path):

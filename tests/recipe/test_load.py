@@ -120,6 +120,7 @@ CASES = [
     ("algorithm.clip=[0.1]", "`algorithm.clip` must be a number between 0 and 1"),
     ("steps=100000000000000000000", "must be less than or equal to 2147483647"),
     ("seed=2147483648", "must be less than or equal to 2147483647"),
+    ("roles.rollout.sync.timeout_seconds=0.5", "must be greater than or equal to 1"),
     ("roles.reward.timeout_seconds=1e300", "must be less than or equal to 10000000"),
     ("name=3", "`name` must be a text, not 3. Fix: write letters, or quote it"),
     (

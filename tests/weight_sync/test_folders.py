@@ -54,6 +54,13 @@ def test_a_folder_goes_when_its_owner_is_killed_and_not_before(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_what_an_error_left_goes_as_its_process_exits(tmp_path: Path) -> None:
+    with another_owner(tmp_path) as (process, theirs):
+        assert theirs.is_dir()
+        process.communicate()  # its input ends, and so does it
+    assert process.returncode == 0 and not theirs.exists()
+
+
 def test_a_run_in_another_container_takes_nothing(tmp_path: Path) -> None:
     """Processes that do not see each other, as in containers that share /dev/shm."""
     ours = own_folder(tmp_path)

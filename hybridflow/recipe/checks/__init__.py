@@ -17,6 +17,7 @@ from hybridflow.recipe.checks import (
     roles,
     served,
     sizes,
+    sync,
 )
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
@@ -32,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     *data.CHECKS,
     *sizes.CHECKS,
     *roles.CHECKS,
+    *sync.CHECKS,
     *rewards.CHECKS,
     *output.CHECKS,
     *control.CHECKS,
