@@ -32,6 +32,8 @@ setup(
         "pyarrow>=19,<28",
         "jinja2>=3.1,<4",
         "requests>=2.32,<3",
+        "math-verify>=0.8,<0.10",
+        "jsonschema>=4.18,<5",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9,<3"],

@@ -3,8 +3,8 @@
 A test binds every entry to its implementation, so this table and the code cannot drift apart.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridflow.recipe.axes import Axis, FieldType
@@ -35,17 +35,8 @@ from hybridflow.recipe.catalogue_fields import (
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
 from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES, VALUE_LOSSES
-from hybridflow.recipe.registry import Registry
+from hybridflow.recipe.catalogue_rewards import REWARDS as REWARDS
 from hybridflow.recipe.signature import Option, RoleKind, Signature
-
-
-@dataclass(frozen=True)
-class RewardEntry:
-    """A reward that ships with the package; ``token_level``: it can score single tokens."""
-
-    description: str
-    parameters: Mapping[str, Option] = field(default_factory=dict)
-    token_level: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,34 +246,6 @@ SECTIONS: dict[str, str] = {
     "checkpoint": "every checkpoint.every steps; off when that is not set",
     "end": "the last step of a stage only",
 }
-
-_REWARDS: dict[str, RewardEntry] = {
-    "exact_match": RewardEntry(
-        "1 when the response is the answer, letter for letter",
-        {"strip": Option("bool", True, description="ignore white space at both ends")},
-    ),
-    "format_regex": RewardEntry(
-        "1 when a regular expression matches the whole response",
-        {"pattern": Option("str", required=True, description="a Python regular expression")},
-    ),
-    "length": RewardEntry(
-        "1 up to a number of characters, then falling to 0",
-        {
-            "budget": Option("int", required=True, description="characters that cost nothing"),
-            "slack": Option("int", 0, description="characters over which the reward falls to 0"),
-        },
-    ),
-    "number_match": RewardEntry(
-        "1 when the last number of the response is that of the answer",
-        {"tolerance": Option("float", 0.0, description="largest difference that is equal")},
-    ),
-    "reasoning_gym": RewardEntry(
-        "the score of reasoning-gym's own scorer for the row's task",
-        {"tag": Option("str", description="score only what stands within the last `<tag>`")},
-    ),
-}
-
-REWARDS = Registry("reward", _REWARDS, aliases={"exact": "exact_match", "regex": "format_regex"})
 
 
 def signature(kind: RoleKind | None, name: str | None) -> Signature | None:

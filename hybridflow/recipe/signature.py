@@ -29,7 +29,7 @@ class Input:
 class Option:
     """A further key of a node or a parameter of a reward."""
 
-    dtype: Literal["str", "int", "float", "bool", "list of float"]
+    dtype: Literal["str", "int", "float", "bool", "list of float", "mapping"]
     default: Any = None
     required: bool = False
     choices: tuple[str, ...] = ()
@@ -51,7 +51,12 @@ def _fits(dtype: str, value: Any) -> bool:
         return isinstance(value, list) and bool(value) and all(_fits("float", v) for v in value)
     if isinstance(value, bool):
         return dtype == "bool"
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    kinds: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float),
+        "mapping": (dict,),
+    }
     return isinstance(value, kinds.get(dtype, ()))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from hybridflow.recipe.names import hint
+from hybridflow.rewards.tags import within
 
 INSTALL_HINT = (
     "reasoning-gym is not installed: pip install 'hybridflow[assets]' "
@@ -32,18 +33,11 @@ def reasoning_gym(
             "the row has no object `metadata` with `source_dataset`, which reasoning_gym scores "
             "by; `hybridflow make reasoning-gym` writes such rows"
         )
-    candidate = response.strip() if tag is None else _within(response, tag)
+    candidate = response.strip() if tag is None else within(response, tag)
     if candidate is None:
         return 0.0
     entry = {"question": prompt, "answer": answer, "metadata": metadata}
     return float(_scorer(metadata["source_dataset"])(candidate, entry))
-
-
-def _within(text: str, tag: str) -> str | None:
-    """What stands between the last ``<tag>`` and the ``</tag>`` after it, or None."""
-    _, opening, tail = text.rpartition(f"<{tag}>")
-    inner, closing, _ = tail.partition(f"</{tag}>")
-    return inner.strip() if opening and closing else None
 
 
 @cache

@@ -7,16 +7,24 @@ from hybridflow.recipe import catalogue
 from hybridflow.recipe.registry import Registry
 from hybridflow.rewards.exact_match import exact_match
 from hybridflow.rewards.format_regex import format_regex
+from hybridflow.rewards.http import Http
+from hybridflow.rewards.json_schema import JsonSchema
 from hybridflow.rewards.length import length
+from hybridflow.rewards.math_match import math_match
 from hybridflow.rewards.number_match import number_match
 from hybridflow.rewards.reasoning_gym import reasoning_gym
+from hybridflow.rewards.reward_model import RewardModel
 
 _REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "format_regex": format_regex,
+    "http": Http,
+    "json_schema": JsonSchema,
     "length": length,
+    "math": math_match,
     "number_match": number_match,
     "reasoning_gym": reasoning_gym,
+    "reward_model": RewardModel,
 }
 
 REWARDS = Registry("reward", _REWARDS, aliases=catalogue.REWARDS.aliases)

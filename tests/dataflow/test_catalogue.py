@@ -26,5 +26,6 @@ def test_losses() -> None:
 def test_rewards_and_their_parameters() -> None:
     assert set(REWARDS) == set(catalogue.REWARDS)
     for name, function in REWARDS.items():
-        parameters = list(inspect.signature(function).parameters)[4:]
+        given = 0 if inspect.isclass(function) else 4
+        parameters = list(inspect.signature(function).parameters)[given:]
         assert parameters == list(catalogue.REWARDS[name].parameters), name

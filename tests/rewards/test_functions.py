@@ -6,6 +6,7 @@ import pytest
 
 from hybridflow.recipe.catalogue import REWARDS as CATALOGUE
 from hybridflow.rewards import REWARDS
+from hybridflow.rewards.json_schema import JsonSchema
 from hybridflow.rewards.number_match import last_number
 
 
@@ -16,7 +17,8 @@ def score(name: str, response: str, answer: object = "", row: dict | None = None
 def test_catalogue_describes_every_reward_and_its_parameters():
     assert set(CATALOGUE) == set(REWARDS)
     for name, entry in CATALOGUE.items():
-        declared = list(inspect.signature(REWARDS[name]).parameters.values())[4:]
+        given = 0 if inspect.isclass(REWARDS[name]) else 4
+        declared = list(inspect.signature(REWARDS[name]).parameters.values())[given:]
         assert {p.name for p in declared} == set(entry.parameters), name
         for parameter in declared:
             option = entry.parameters[parameter.name]
@@ -92,3 +94,68 @@ def test_reasoning_gym_says_what_the_row_lacks():
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="no task 'chain_sums'; did you mean 'chain_sum'"):
         score("reasoning_gym", "12", "12", {"metadata": {"source_dataset": "chain_sums"}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("1/2", r"so it is $\frac{1}{2}$", 1.0),
+        (r"\frac{1}{2}", "I get 0.5", 1.0),
+        (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", 1.0),
+        (r"3\sqrt{2}", r"\boxed{3}", 0.0),
+        ("x^2+1", "$1 + x^2$", 1.0),
+        ("{1, 2, 3}", r"$\{3, 1, 2\}$", 1.0),
+        ("[0, 1)", "$(0, 1)$", 0.0),
+        ("72", "#### 72", 1.0),
+        (42, "no idea", 0.0),
+        ("7", r"\boxed{7}, not 8", 1.0),
+    ],
+)
+def test_math_compares_expressions(answer, response, reward):
+    assert score("math", response, answer) == reward
+
+
+def test_math_reads_within_a_tag_and_refuses_answers_without_an_expression():
+    assert score("math", "<a>1</a> <a>2</a> 3", "2", tag="a") == 1.0
+    assert score("math", "2", "2", tag="a") == 0.0
+    with pytest.raises(ValueError, match="holds no expression"):
+        score("math", "2", "")
+
+
+POINT = {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (' {"x": 3}\n', 1.0),
+        ('{"x": 3, "y": [1]}', 1.0),
+        ('{"x": "3"}', 0.0),
+        ("{}", 0.0),
+        ('{"x": 3} and more', 0.0),
+        ('{"x": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("[" * 900 + "]" * 900, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_json_schema_takes_what_the_schema_allows(response, reward):
+    assert JsonSchema(schema=POINT)("p", response, "", {}) == reward
+
+
+def test_json_schema_of_the_row_and_within_a_tag():
+    assert JsonSchema()("p", "3", '{"type": "integer"}', {}) == 1.0
+    assert JsonSchema()("p", '"3"', '{"type": "integer"}', {}) == 0.0
+    tagged = JsonSchema(schema=POINT, tag="json")
+    assert tagged("p", 'Here: <json>{"x": 1}</json>', "", {}) == 1.0
+    assert tagged("p", '{"x": 1}', "", {}) == 0.0
+    with pytest.raises(ValueError, match="is no JSON"):
+        JsonSchema()("p", "3", "integer", {})
+
+
+def test_json_schema_refuses_schemas_that_are_none_and_fetches_nothing():
+    with pytest.raises(ValueError, match="the schema is not valid"):
+        JsonSchema(schema={"type": "integr"})
+    remote = JsonSchema(schema={"$ref": "http://127.0.0.1:9/schema.json"})
+    with pytest.raises(Exception, match="Unresolvable"):
+        remote("p", "3", "", {})

@@ -8,7 +8,7 @@ import torch
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
 from hybridflow.recipe.axes import Axis
-from hybridflow.rewards import FunctionSettings, RewardError
+from hybridflow.rewards import FunctionSettings, Level, RewardError
 from hybridflow.workers.reward import RewardWorker
 
 SOURCE = """
@@ -54,7 +54,7 @@ def make(model):
     """Makes workers; they are closed at the end."""
     made = []
 
-    def worker(*functions: FunctionSettings, level="sequence") -> RewardWorker:
+    def worker(*functions: FunctionSettings, level: Level = "sequence") -> RewardWorker:
         made.append(
             RewardWorker(
                 0,

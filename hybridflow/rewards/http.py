@@ -1,0 +1,167 @@
+"""Rewards from a service: batches of samples are posted, their rewards come back."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from hybridflow.rewards.items import RewardItem
+
+_LARGEST_REPLY = 1 << 24
+_EXCERPT_CHARACTERS = 200
+_LONGEST_PAUSE = 8.0
+
+
+class ServiceError(RuntimeError):
+    """The service did not answer, or answered something else than rewards."""
+
+
+class Http:
+    """Posts ``{"samples": [{"prompt", "response", "answer"}, ...]}`` as JSON to a URL, and takes
+    ``{"rewards": [...]}``: a number for each sample, or a list of one for each of its ``tokens``.
+
+    Connections that fail or take too long, and the statuses 429 and 5xx, are tried again; redirects
+    are not followed, and proxies of the environment are not used.
+
+    Args:
+        url: where to post; ``http`` or ``https``, without a password in it.
+        batch: most samples of one request.
+        calls_at_once: most requests under way.
+        headers: sent with each request.
+        token_env: environment variable of the reward's workers whose value is sent as
+            ``Authorization: Bearer ...``.
+        timeout_seconds: deadline of each try.
+        retries: tries after the first one.
+        send_row: also send the whole row of data as ``row``.
+
+    Raises:
+        ValueError: the URL is none, or the variable is not set.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        batch: int = 32,
+        calls_at_once: int = 4,
+        headers: Mapping[str, str] | None = None,
+        token_env: str | None = None,
+        timeout_seconds: float = 30.0,
+        retries: int = 2,
+        send_row: bool = False,
+    ) -> None:
+        self._place = urlsplit(url)
+        known = self._place.scheme in ("http", "https") and self._place.hostname
+        if not known or self._place.password or self._place.username:
+            raise ValueError(
+                "http: url must be http://HOST[:PORT]/PATH or https://..., without a password; "
+                "name the variable of a token by `token_env`"
+            )
+        if batch < 1 or calls_at_once < 1 or retries < 0 or not timeout_seconds > 0:
+            raise ValueError(
+                "http: batch and calls_at_once must be 1 or more, retries 0 or more and "
+                "timeout_seconds more than 0"
+            )
+        self.url = url
+        self.batch = batch
+        self.calls_at_once = calls_at_once
+        self._seconds = timeout_seconds
+        self._tries = retries + 1
+        self._send_row = send_row
+        self._path = urlunsplit(("", "", self._place.path or "/", self._place.query, ""))
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        if token_env is not None:
+            if not os.environ.get(token_env):
+                raise ValueError(f"http: the environment variable {token_env} is not set")
+            self._headers["Authorization"] = f"Bearer {os.environ[token_env]}"
+        self._threads = ThreadPoolExecutor(calls_at_once, thread_name_prefix="http")
+
+    async def score(self, items: Sequence[RewardItem]) -> Any:
+        """The rewards that the service gives ``items``; ``ServiceError`` when it gives none."""
+        body = json.dumps({"samples": [self._sample(item) for item in items]}).encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, body)
+
+    def _sample(self, item: RewardItem) -> dict[str, Any]:
+        sample = {"prompt": item.prompt, "response": item.response, "answer": item.answer}
+        if item.tokens is not None:
+            sample["tokens"] = item.tokens
+        return {**sample, "row": item.row} if self._send_row else sample
+
+    def _ask(self, body: bytes) -> Any:
+        problem = ""
+        for attempt in range(self._tries):
+            if attempt:
+                time.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE))
+            reply, problem = self._try(body)
+            if reply is not None:
+                return _rewards(self.url, reply)
+        raise ServiceError(f"{self.url}: {problem} ({self._tries} tries)")
+
+    def _try(self, body: bytes) -> tuple[bytes | None, str]:
+        """The reply, or what is worth another try."""
+        connection = self._connection()
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self._seconds, give_up)  # a reply may drip for ever
+        timer.daemon = True
+        try:
+            connection.connect()
+            stream = connection.sock
+            timer.start()
+            connection.request("POST", self._path, body, self._headers)
+            response = connection.getresponse()
+            reply = response.read(_LARGEST_REPLY + 1)
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"{type(error).__name__}: {error}"
+            return None, f"no whole reply within {self._seconds:g} s" if late.is_set() else problem
+        finally:
+            timer.cancel()
+            connection.close()
+        if late.is_set():
+            return None, f"no whole reply within {self._seconds:g} s"
+        if len(reply) > _LARGEST_REPLY:
+            raise ServiceError(f"{self.url}: a reply of more than {_LARGEST_REPLY} bytes")
+        if response.length:
+            return None, f"the connection ended {response.length} bytes before the reply did"
+        status = f"{response.status} {response.reason}: {_excerpt(reply)}"
+        if response.status == 429 or response.status >= 500:
+            return None, status
+        if response.status != 200:
+            raise ServiceError(f"{self.url}: {status}")
+        return reply, ""
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = str(self._place.hostname), self._place.port
+        if self._place.scheme == "https":
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=context)
+        return http.client.HTTPConnection(host, port, timeout=self._seconds)
+
+
+def _rewards(url: str, reply: bytes) -> Any:
+    try:
+        found = json.loads(reply)
+    except (ValueError, RecursionError) as error:
+        raise ServiceError(f"{url}: the reply is no JSON: {_excerpt(reply)}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
+        raise ServiceError(f'{url}: the reply is not {{"rewards": [...]}}: {_excerpt(reply)}')
+    return found["rewards"]
+
+
+def _excerpt(reply: bytes) -> str:
+    text = reply[:_EXCERPT_CHARACTERS].decode(errors="replace")
+    return repr(text + ("..." if len(reply) > _EXCERPT_CHARACTERS else ""))
