@@ -1,0 +1,62 @@
+"""Models beside the actor: whose devices they share, and folders of their own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.recipe.checks.context import Check, Context, missing_sizes
+from hybridflow.recipe.checks.model import is_known
+from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.names import hint
+
+
+def host_faults(context: Context) -> Iterator[Fault]:
+    """`colocate` with a role that has no devices, or round in a circle."""
+    asked = context.recipe.roles.hosts()
+    kinds = context.recipe.roles.kinds()
+    valid = [role for role, kind in kinds.items() if kind != "reward"]
+    for role, host in asked.items():
+        key = f"roles.{role}.colocate"
+        if host not in valid:
+            what = f"`{key}` is '{host}', which is no role with devices"
+            yield context.fault(key, what, hint(host, [r for r in valid if r != role]))
+            continue
+        seen = [role]
+        while host in asked and host not in seen:
+            seen.append(host)
+            host = asked[host]
+        if host == role:
+            what = f"`{key}` goes round in a circle: {' -> '.join([*seen, role])}"
+            yield context.fault(key, what, "leave one of them out")
+
+
+def own_model_faults(context: Context) -> Iterator[Fault]:
+    """A folder of its own that is no model, has another vocabulary, or cannot be cut so."""
+    for role, section in context.models.items():
+        path = getattr(section, "model", None)
+        if path is None or role not in context.plan.layouts:
+            continue
+        key = f"roles.{role}.model"
+        try:
+            config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            what = f"{path} holds no readable config.json ({type(error).__name__})"
+            yield context.fault(key, what, "name a folder in HuggingFace format")
+            continue
+        if not isinstance(config, dict) or missing_sizes(config) or not is_known(config):
+            what = f"{path} is no model of a known architecture"
+            yield context.fault(key, what, "choose another, or leave it out for model.path")
+            continue
+        main = context.hf_config
+        if main is not None and config["vocab_size"] != main["vocab_size"]:
+            what = f"{path} has {config['vocab_size']} token ids, model.path {main['vocab_size']}"
+            yield context.fault(key, what, "choose a model with the actor's tokenizer")
+        for problem in context.plan.layouts[role].problems(config):
+            what, _, fix = problem.partition("; ")
+            yield context.fault(f"roles.{role}.parallel", f"roles.{role}: {what}", fix)
+
+
+CHECKS = (
+    Check(("roles.critic", "roles.rollout.colocate"), host_faults),
+    Check(("roles.critic", "roles.actor.parallel", "dataflow"), own_model_faults),
+)
