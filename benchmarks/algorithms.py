@@ -23,7 +23,8 @@ from typing import Any
 from benchmarks.batch import MAX_TOKENS, ROOT, SAMPLES, lengths, run_side, verl_python
 
 RESULT = ROOT / "benchmarks" / "results" / "algorithms.json"
-GROUP, ROUNDS, TARGET = 8, 5, 0.5
+GAMMA, LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.2
+GROUP, ROUNDS, TARGET = 8, 3, 0.5
 """Samples of a prompt; timed rounds; the target as a share of verl's time."""
 
 ADVANTAGES = {
@@ -110,9 +111,11 @@ def ours(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from hybridflow.algorithms import FUNCTIONS, FunctionContext
     from hybridflow.algorithms import LOSSES as OURS
+    from hybridflow.algorithms.advantages import gae
     from hybridflow.algorithms.aggregation import token_weights
     from hybridflow.algorithms.correction import correct
     from hybridflow.algorithms.losses import Sequences, TokenInputs
+    from hybridflow.algorithms.values import ValueInputs, value_clip
     from hybridflow.batch import Batch, Ragged
     from hybridflow.recipe.axes import Axis
 
@@ -146,14 +149,26 @@ def ours(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
             tau_negative=told.get("tau_neg", 1.05),
             sequences=sequences,  # a pack has them
         )
-        result = OURS[name](inputs)
+        return finish(leaf_T, OURS[name](inputs))
+
+    def finish(leaf_T: Any, result: Any) -> Any:
         weights_T, normaliser = token_weights("token_mean", lengths_S)
         value = torch.dot(weights_T, result.loss_T) / normaliser
         value.backward()
         return leaf_T.grad, [values.sum().item() for values in result.metrics_T.values()]
 
+    def estimate() -> Any:
+        return gae(responses.with_values(logprobs_T), responses.with_values(old_T), GAMMA, LAMBDA)
+
+    def value_loss() -> Any:
+        leaf_T = logprobs_T.clone().requires_grad_()
+        result = value_clip(ValueInputs(leaf_T, advantages_T, old_T, VALUE_CLIP))
+        return finish(leaf_T, result)
+
     for name in ADVANTAGES:
         yield f"advantage {name}", lambda name=name: advantage(name)
+    yield "advantage gae", estimate
+    yield "loss value_clip", value_loss
     for name, (_, told) in LOSSES.items():
         yield f"loss {name}", lambda name=name, told=told: loss(name, told)
     for name, (_, high) in CORRECTIONS.items():

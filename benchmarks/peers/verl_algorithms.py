@@ -8,17 +8,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import (
+    compute_gae_advantage_return,
+    compute_value_loss,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+)
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.workers.config import ActorConfig
 
 from benchmarks.algorithms import (
     ADVANTAGES,
     CORRECTIONS,
+    GAMMA,
     GROUP,
+    LAMBDA,
     LOSSES,
     MAX_TOKENS,
     SAMPLES,
+    VALUE_CLIP,
     print_side,
     sizes_of,
 )
@@ -67,8 +75,19 @@ def cases(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         value.backward()
         return leaf.grad, metrics
 
+    def value_loss() -> Any:
+        leaf = logprobs.clone().requires_grad_()
+        value, share = compute_value_loss(leaf, advantages, old, mask, VALUE_CLIP)
+        value.backward()
+        return leaf.grad, share.item()
+
     for ours, theirs in ADVANTAGES.items():
         yield f"advantage {ours}", lambda theirs=theirs: advantage(theirs)
+    yield (
+        "advantage gae",
+        lambda: compute_gae_advantage_return(logprobs * mask, old * mask, mask, GAMMA, LAMBDA),
+    )
+    yield "loss value_clip", value_loss
     for ours, (theirs, options) in LOSSES.items():
         yield f"loss {ours}", lambda name=theirs, options=options: loss(name, options)
     for ours, (level, high) in CORRECTIONS.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.base import TokenLoss
+from hybridflow.algorithms.losses.base import TokenLoss, with_slope
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ def value_clip(inputs: ValueInputs) -> TokenLoss:
     gradient.
     """
     assert inputs.old_values_T is not None, "ValueLoss checks this"
-    old_T, clip = inputs.old_values_T, inputs.clip
-    held_T = torch.clamp(inputs.values_T, old_T - clip, old_T + clip)
-    free_T = (inputs.values_T - inputs.returns_T).square()
-    bounded_T = (held_T - inputs.returns_T).square()
-    metrics_T = {
-        "value_mean": inputs.values_T.detach(),
-        "clip_fraction": (bounded_T > free_T).detach().float(),
-    }
-    return TokenLoss(0.5 * torch.maximum(free_T, bounded_T), metrics_T)
+    values_T, old_T, returns_T = inputs.values_T.detach(), inputs.old_values_T, inputs.returns_T
+    error_T = values_T - returns_T
+    free_T = error_T.square()
+    held_T = (values_T - old_T).clamp_(-inputs.clip, inputs.clip).add_(old_T)
+    bounded_T = held_T.sub_(returns_T).square_()
+    loss_T = torch.maximum(free_T, bounded_T).mul_(0.5)
+    # Where the bound is the larger error it does not move with the value.
+    cut_T = bounded_T.gt_(free_T)
+    loss_T = with_slope(inputs.values_T, loss_T, error_T.mul_(1 - cut_T))
+    return TokenLoss(loss_T, {"value_mean": values_T, "clip_fraction": cut_T})
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:

@@ -26,7 +26,7 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     shift_S = blocks.offsets[:-1] * _BLOCK - rows.offsets[:-1]
     place_T = torch.repeat_interleave(shift_S, rows.lengths).add_(torch.arange(len(values_T)))
     padded_NB = values_T.new_zeros(len(blocks.values), _BLOCK)
-    padded_NB.view(-1)[place_T] = values_T
+    padded_NB.view(-1).index_copy_(0, place_T, values_T)
 
     steps_B = torch.arange(_BLOCK, dtype=values_T.dtype)
     powers_BB = torch.tril(discount ** (steps_B[:, None] - steps_B).clamp(min=0))

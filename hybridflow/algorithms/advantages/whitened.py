@@ -22,16 +22,17 @@ def whiten(values_N: Tensor, counts_N: Tensor | None = None, *, shift_mean: bool
             are equal.
     """
     values_N = values_N.float()
-    counts_N = torch.ones_like(values_N) if counts_N is None else counts_N.float()
-    total = counts_N.sum()
-    counted_N = values_N[counts_N > 0]
-    if total < 2 or not (counted_N != counted_N[:1]).any():
+    counted_N = values_N if counts_N is None else values_N[counts_N > 0]
+    total = len(values_N) if counts_N is None else int(counts_N.sum())
+    if total < 2 or bool(counted_N.amin() == counted_N.amax()):  # NaN equals nothing
         return torch.zeros_like(values_N) if shift_mean else values_N
-    mean = (values_N * counts_N).sum() / total
-    centred_N = values_N - mean
-    variance = (centred_N.square() * counts_N).sum() / (total - 1)
-    whitened_N = centred_N * torch.rsqrt(variance + _VARIANCE_EPS)
-    return whitened_N if shift_mean else whitened_N + mean
+    if counts_N is None:
+        variance, mean = torch.var_mean(values_N)
+    else:
+        mean = (values_N * counts_N).sum() / total
+        variance = ((values_N - mean).square() * counts_N).sum() / (total - 1)
+    whitened_N = (values_N - mean).mul_(torch.rsqrt(variance + _VARIANCE_EPS))
+    return whitened_N if shift_mean else whitened_N.add_(mean)
 
 
 def reinforce_pp(

@@ -85,12 +85,13 @@ def sapo(inputs: TokenInputs) -> TokenLoss:
     larger tau. Metrics: ``ratio_mean``, ``entropy_estimate``.
     """
     ratio_T, advantages_T = inputs.ratio_T, inputs.told_advantages()
-    good_T = (advantages_T > 0).to(ratio_T.dtype)
+    good_T = torch.gt(advantages_T, 0, out=torch.empty_like(ratio_T))
     tau_T = good_T.mul_(inputs.tau_positive - inputs.tau_negative).add_(inputs.tau_negative)
     gate_T = (ratio_T - 1).mul_(tau_T).sigmoid_()
-    loss_T = torch.mul(gate_T, advantages_T).mul_(-4).div_(tau_T)
     # The sigmoid's derivative is gate * (1 - gate) * tau, the ratio's by logp itself.
-    slope_T = (1 - gate_T).mul_(loss_T).mul_(ratio_T).mul_(tau_T)
+    slope_T = torch.addcmul(gate_T, gate_T, gate_T, value=-1).mul_(ratio_T)
+    slope_T.mul_(advantages_T).mul_(-4)
+    loss_T = gate_T.mul_(advantages_T).mul_(-4).div_(tau_T)
     metrics_T = {"ratio_mean": ratio_T, "entropy_estimate": entropy_estimate(inputs)}
     return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
 
