@@ -141,6 +141,12 @@ class Ragged:
         return _unpack_ragged, (pack(self.values), pack(self.offsets))
 
 
+def spread_over(values_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """``[sum of lengths, ...]`` each value as often as its row is long."""
+    # A narrow index is several times as fast as the wide one of repeat_interleave on values.
+    return values_N.index_select(0, torch.repeat_interleave(lengths_N.int()))
+
+
 @dataclass(frozen=True)
 class Packed:
     """A tensor as a NumPy array; ``dtype`` is torch's name where NumPy has no such type."""

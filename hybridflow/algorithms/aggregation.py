@@ -8,6 +8,7 @@ over data-parallel ranks, micro-batches or packs gives the same gradient.
 import torch
 from torch import Tensor
 
+from hybridflow.ragged import spread_over
 from hybridflow.recipe.names import hint
 
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
@@ -52,4 +53,4 @@ def token_weights(
     responses = float(((counts_S > 0) | (lengths_S == 0)).sum())
     if aggregation in ("sequence_mean_token_sum", "constant"):
         return ones_T / (divisor if aggregation == "constant" else 1.0), responses
-    return torch.repeat_interleave(1 / counts_S.clamp(min=1), lengths_S).mul_(ones_T), responses
+    return spread_over(1 / counts_S.clamp(min=1), lengths_S).mul_(ones_T), responses

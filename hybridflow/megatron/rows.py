@@ -13,6 +13,7 @@ from hybridflow.algorithms.losses import Sequences
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import LossSettings
+from hybridflow.ragged import spread_over
 from hybridflow.recipe.axes import Axis
 
 FULL_KL = "full"
@@ -176,7 +177,7 @@ def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Ten
     """``[T]`` bool: tokens that take part in the loss."""
     kept_T = torch.ones(len(responses.values), dtype=torch.bool)
     if "sample_mask" in batch:
-        kept_T &= torch.repeat_interleave(batch["sample_mask"], responses.lengths)
+        kept_T &= spread_over(batch["sample_mask"], responses.lengths)
     if "response_mask" in batch:
         kept_T &= batch["response_mask"].values
     if correction is not None:
@@ -187,4 +188,4 @@ def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Ten
 def _advantages(batch: Batch, responses: Ragged) -> Tensor:
     if batch.axes["advantages"] is Axis.TOKENS:
         return batch["advantages"].values.float()
-    return torch.repeat_interleave(batch["advantages"].float(), responses.lengths)
+    return spread_over(batch["advantages"].float(), responses.lengths)

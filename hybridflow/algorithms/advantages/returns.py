@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Ragged
+from hybridflow.ragged import spread_over
 
 _BLOCK = 64
 
@@ -24,7 +25,7 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     ends_S = blocks_S.cumsum(0)
     blocks = Ragged(torch.empty(int(blocks_S.sum())), torch.cat([ends_S.new_zeros(1), ends_S]))
     shift_S = blocks.offsets[:-1] * _BLOCK - rows.offsets[:-1]
-    place_T = torch.repeat_interleave(shift_S, rows.lengths).add_(torch.arange(len(values_T)))
+    place_T = spread_over(shift_S, rows.lengths).add_(torch.arange(len(values_T)))
     padded_NB = values_T.new_zeros(len(blocks.values), _BLOCK)
     padded_NB.view(-1).index_copy_(0, place_T, values_T)
 
@@ -39,9 +40,11 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
 
 def _sums_to_the_end(values_T: Tensor, rows: Ragged) -> Tensor:
     """``discounted_sums`` without a discount."""
-    last_T = torch.repeat_interleave(rows.offsets[1:] - 1, rows.lengths)
     upto_T = values_T.cumsum(0)
-    return upto_T.index_select(0, last_T).sub_(upto_T).add_(values_T)
+    told_S = rows.lengths > 0
+    total_S = values_T.new_zeros(len(rows))
+    total_S[told_S] = upto_T[rows.offsets[1:][told_S] - 1]
+    return spread_over(total_S, rows.lengths).sub_(upto_T).add_(values_T)
 
 
 def _next(values_N: Tensor, rows: Ragged) -> Tensor:
