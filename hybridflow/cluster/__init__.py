@@ -10,6 +10,8 @@ from hybridflow.cluster.errors import (
 )
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.local_session import LocalSession
+from hybridflow.cluster.ranks_session import RanksSession
+from hybridflow.cluster.ranks_store import RanksStore
 from hybridflow.cluster.ray_session import RaySession
 from hybridflow.cluster.session import Pool, Session
 from hybridflow.cluster.transfer import (
@@ -33,6 +35,8 @@ __all__ = [
     "LocalSession",
     "Piece",
     "Pool",
+    "RanksSession",
+    "RanksStore",
     "RaySession",
     "Session",
     "Transfer",

@@ -97,11 +97,11 @@ class LocalSession:
         leave(self, error)
 
 
-class _LaneClosed(Exception):
+class LaneClosed(Exception):
     """The lane was closed before the call had ended."""
 
 
-class _Lane:
+class Lane:
     """A daemon thread that runs calls in order. (An executor's threads would keep a process with
     a hanging worker from ending.)"""
 
@@ -124,7 +124,7 @@ class _Lane:
         with self._lock:
             self._closed = True
             for future in self._open:
-                future.set_exception(_LaneClosed())
+                future.set_exception(LaneClosed())
             self._open.clear()
         self._calls.put(None)
 
@@ -157,8 +157,8 @@ class _Threads:
         self._init = init
         self._rendezvous: Rendezvous = ("127.0.0.1", free_port())
         self._hosts = [WorkerHost() for _ in range(world)]
-        self._lanes = [_Lane(f"{role}-{rank}") for rank in range(world)]
-        self._beside = [_Lane(f"{role}-{rank}-beside") for rank in range(world)]
+        self._lanes = [Lane(f"{role}-{rank}") for rank in range(world)]
+        self._beside = [Lane(f"{role}-{rank}-beside") for rank in range(world)]
 
     def share(self, piece: Piece) -> Piece:
         return piece
@@ -185,7 +185,7 @@ class _Threads:
         return list(wait(pending, timeout=seconds, return_when=mode).done)
 
     def outcome(self, pending: Future[Outcome]) -> Outcome:
-        if isinstance(pending.exception(timeout=0), _LaneClosed):
+        if isinstance(pending.exception(timeout=0), LaneClosed):
             return Death("its group was closed")
         return pending.result(timeout=0)
 

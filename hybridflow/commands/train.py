@@ -1,8 +1,20 @@
 """`hybridflow train RECIPE [key=value ...]`: run a recipe."""
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridflow.dataflow.launch import LaunchOptions
+    from hybridflow.recipe.compile import Plan
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable by which torchrun marks the processes that it starts."""
+CHECKED, ENDED = "checked", "ended"
+REPORT_SECONDS = 20.0
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,6 +38,48 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run(args: argparse.Namespace) -> int:
     """Check, then train. Exit codes: 0, 1 (the run failed), 2 (the recipe), 130, 143, 129."""
+    if TORCHRUN in os.environ and args.address is None:
+        return _run_rank(args)
+    plan = _plan(args)
+
+    from hybridflow.cluster import RaySession
+    from hybridflow.dataflow.launch import train
+
+    cluster = plan.recipe.cluster
+
+    def open_session(logs: Path) -> RaySession:
+        return RaySession(
+            cluster.nodes, cluster.devices_per_node, address=args.address, log_dir=logs
+        )
+
+    return _guarded(lambda: train(plan, open_session, _options(args)))
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    """The same on one rank of torchrun; the others wait until rank 0 has found no fault."""
+    from hybridflow.cluster import RanksStore
+    from hybridflow.dataflow.launch_ranks import check_plan, train_on_ranks
+
+    store = RanksStore()
+    if store.rank != 0:
+        store.hear(CHECKED)
+    plan = _plan(args)
+    check_plan(plan, store.world)
+    if store.rank == 0:
+        store.tell(CHECKED, "")
+    status = _guarded(lambda: train_on_ranks(plan, store, _options(args)))
+    if status:  # a thread may hang in a collective whose other ranks are gone
+        if store.rank == 0:
+            store.tell(ENDED, "")
+        elif status == 1:  # torchrun ends all ranks with the first: let rank 0 write its report
+            store.await_said(ENDED, REPORT_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _plan(args: argparse.Namespace) -> "Plan":
     from hybridflow.recipe.checks import check
     from hybridflow.recipe.compile import compile_recipe
     from hybridflow.recipe.faults import RecipeError
@@ -34,22 +88,21 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     if faults := check(recipe):
         raise RecipeError(faults)
-    plan = compile_recipe(recipe)
+    return compile_recipe(recipe)
 
-    from hybridflow.cluster import RaySession
-    from hybridflow.dataflow.launch import LaunchOptions, train
+
+def _options(args: argparse.Namespace) -> "LaunchOptions":
+    from hybridflow.dataflow.launch import LaunchOptions
+
+    return LaunchOptions(resume=args.resume, live=False if args.plain else None)
+
+
+def _guarded(train: Callable[[], object]) -> int:
+    """Run it; the exit code of how it ended, with one message when it failed."""
     from hybridflow.dataflow.signals import Terminated
 
-    options = LaunchOptions(resume=args.resume, live=False if args.plain else None)
-    cluster = plan.recipe.cluster
-
-    def open_session(logs: Path) -> RaySession:
-        return RaySession(
-            cluster.nodes, cluster.devices_per_node, address=args.address, log_dir=logs
-        )
-
     try:
-        train(plan, open_session, options)
+        train()
     except Terminated as signal:
         print(f"hybridflow train: ended by {signal}", file=sys.stderr)  # noqa: T201
         return 128 + signal.number

@@ -44,18 +44,21 @@ def train(
     open_session: Callable[[Path], Session],
     options: LaunchOptions,
     runner: Runner | None = None,
+    opened: Callable[[Checkpoint | None], None] = lambda resume: None,
 ) -> Path:
     """Run the plan; returns the run's folder.
 
     ``open_session`` gets the folder for the workers' logs. The session is closed here, whatever
-    happens; the report is written even when the run fails.
+    happens; the report is written even when the run fails. ``opened`` is told where the run goes
+    on from, once its folder is its own.
     """
     with ExitStack() as stack:
         begin_end = stack.enter_context(orderly_end())
         tokenizer = load_tokenizer(plan.recipe.model.path)
         port = stack.enter_context(listening(plan.recipe.control))
-        feeds = _feeds(plan, tokenizer)
+        feeds = make_feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
+        opened(resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         with _ending(folder, records, begin_end):
@@ -81,7 +84,7 @@ def _concurrent(stack: ExitStack) -> ConcurrentRunner:
     return runner
 
 
-def _feeds(plan: Plan, tokenizer: Any) -> dict[str, Feed]:
+def make_feeds(plan: Plan, tokenizer: Any) -> dict[str, Feed]:
     """A feed for each stage; a file that two stages read alike is tokenised once."""
     loaded: dict[tuple[str, frozenset[str]], PromptDataset] = {}
 

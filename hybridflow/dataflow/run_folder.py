@@ -95,9 +95,13 @@ class RunFolder:
                 found.append(Checkpoint(state.parent, _read_progress(state)))
         return sorted(found, key=lambda checkpoint: checkpoint.progress.global_step)
 
+    def partial(self, progress: Progress) -> Path:
+        """Where a checkpoint is written before it counts."""
+        return self.checkpoints_path / f"step-{progress.global_step:06d}.partial"
+
     def begin_checkpoint(self, progress: Progress) -> Path:
         """The folder that the engine writes into; ``finish_checkpoint`` makes it count."""
-        partial = self.checkpoints_path / f"step-{progress.global_step:06d}.partial"
+        partial = self.partial(progress)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial

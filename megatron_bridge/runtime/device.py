@@ -17,6 +17,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
+def select(local_rank: int) -> None:
+    """Make the GPU of this rank among its machine's ranks this process's; nothing on a CPU."""
+    if on_gpu():
+        torch.cuda.set_device(local_rank)
+
+
 def index() -> int | None:
     """The GPU's number on this machine; None without one."""
     return visible()[torch.cuda.current_device()] if on_gpu() else None

@@ -1,0 +1,67 @@
+"""What tests/cluster/test_ranks.py runs on each rank of torchrun: ranks_job.py WAY."""
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch import Batch
+from hybridflow.cluster import (
+    DATA_PARALLEL,
+    GATHER,
+    ClusterError,
+    RanksSession,
+    RanksStore,
+    transfer,
+)
+from hybridflow.recipe.axes import Axis
+from megatron_bridge.layout import ParallelLayout
+
+
+class Adder:
+    """Adds over the ranks; may fail on one of them alone."""
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int], *, start: int) -> None:
+        self._rank, self._start = rank, start
+
+    @transfer(DATA_PARALLEL)
+    def double(self, batch: Batch) -> Batch:
+        return batch.with_field("x", Axis.PROMPTS, 2 * batch["x"])
+
+    @transfer(GATHER)
+    def total(self, way: str) -> int:
+        if self._rank == 1 and way == "raise":
+            raise KeyError("units")
+        if self._rank == 1 and way == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = torch.tensor(self._start + self._rank)
+        dist.all_reduce(total)
+        return int(total)
+
+
+def main(way: str) -> int:
+    store = RanksStore(seconds=120)
+    if store.rank == 0:
+        store.tell("greeting", "hello")
+    assert store.hear("greeting") == "hello"
+    try:
+        with RanksSession(store, call_timeout=120) as session:
+            pool = session.pool("all", 2)
+            layout = ParallelLayout(dp=2)
+            group = session.group("adder", Adder, layout, pool, {"start": 10})
+            other = session.group("other", Adder, layout, pool, {"start": 20})
+            rows = Batch({"x": torch.arange(5)}, {"x": Axis.PROMPTS}, 5, 1)
+            doubled = group.run(Adder.double, rows)
+            assert doubled["x"].tolist() == [0, 2, 4, 6, 8], doubled
+            assert other.run(Adder.total, "well") == [41, 41]
+            print(f"rank {store.rank} has {group.run(Adder.total, way)}", flush=True)
+    except ClusterError as error:
+        print(f"rank {store.rank} was told: {str(error).splitlines()[0]}", flush=True)
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
