@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,7 +44,7 @@ def recipe(assets: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a recipe of two data-parallel ranks."""
 
     def write(dataflow: str, **changes: object) -> Path:
-        told = recipe_of(assets, tmp_path / "ranks", dataflow) | changes
+        told: dict[str, Any] = recipe_of(assets, tmp_path / "ranks", dataflow) | changes
         told["roles"]["actor"]["parallel"] = {"dp": 2}
         if dataflow == "dpo":
             told["roles"]["reference"] = REFERENCE
