@@ -29,7 +29,10 @@ class Observer:
         evaluated = _reached_from(graph, "eval_")
         self._evaluated = evaluated
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
-        self._scoring = [n for n in graph.nodes if _is(n, kinds, "reward", "score")]
+        scorers = ("reward", "value")
+        self._scoring = [
+            n for n in graph.nodes if any(_is(n, kinds, kind, "score") for kind in scorers)
+        ]
         self._updating = [n for n in graph.nodes if n.role is not None and n.call == "update"]
         self._measuring = [n for n in graph.nodes if _is(n, kinds, "model", "evaluate")]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
@@ -139,8 +142,9 @@ class Observer:
             if node.inputs["responses"] == responses:
                 field = node.outputs.get("rewards", str(node.role))
                 rewards[field] = outcome.results[node.name]["rewards"].tolist()
-                rows = outcome.fields[node.inputs["answers"]].data
-                answers = [row["answer"] for row in rows]
+                if "answers" in node.inputs:  # a reward model needs none
+                    rows = outcome.fields[node.inputs["answers"]].data
+                    answers = [row["answer"] for row in rows]
         return rewards, answers
 
 

@@ -118,6 +118,10 @@ def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext
     return _of_run("metrics", {**around.team.update(role, batch, loss), **behind})
 
 
+def _score_by_model(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    return around.team.groups[str(node.role)].run(ModelWorker.score, batch)
+
+
 def _values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     return around.team.groups[str(node.role)].run(ModelWorker.values, batch)
 
@@ -164,6 +168,7 @@ CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
     ("model", "update"): _update,
     ("model", "evaluate"): _evaluate,
     ("value", "values"): _values,
+    ("value", "score"): _score_by_model,
     ("value", "update"): _update_values,
     ("value", "save"): _save,
     ("model", "publish"): _publish,

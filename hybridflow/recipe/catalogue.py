@@ -198,6 +198,11 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
         {"values": VALUES},
     ),
+    ("value", "score"): Signature(
+        "Score every response with a reward model: the value after its last token.",
+        {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
+        {"rewards": REWARD_VALUES},
+    ),
     ("value", "update"): Signature(
         "Take the optimizer steps of one training step: epochs x mini-batches.",
         {

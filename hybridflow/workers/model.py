@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hybridflow import owned
-from hybridflow.batch import Batch
+from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster.host import this_node
 from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
@@ -81,6 +83,26 @@ class ModelWorker:
         return Batch(
             {"values": values_T},
             {"values": Axis.TOKENS},
+            batch.prompts,
+            batch.samples_per_prompt,
+        )
+
+    @transfer(DATA_PARALLEL)
+    def score(self, batch: Batch) -> Batch | None:
+        """rewards (samples, float32): the value after the last token of each response."""
+        scored = self.values(with_next_token(batch))
+        if scored is None:
+            return None
+        rewards_S = scored["values"].values[scored["values"].offsets[1:] - 1].clone()
+        if not rewards_S.isfinite().all():
+            sample = int((~rewards_S.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"the reward model gives {rewards_S[sample].item()} for sample {sample} of its "
+                "share; a reward is finite: look at its checkpoint, or use float32"
+            )
+        return Batch(
+            {"rewards": rewards_S},
+            {"rewards": Axis.SAMPLES},
             batch.prompts,
             batch.samples_per_prompt,
         )
@@ -173,6 +195,19 @@ class ModelWorker:
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
+
+
+def with_next_token(batch: Batch) -> Batch:
+    """Prompts and responses, each response with one more token (of id 0), so that the value before
+    that token is the one after the response."""
+    responses: Ragged = batch["responses"]
+    offsets = responses.offsets + torch.arange(len(responses) + 1)
+    values_T = responses.values.new_zeros(len(responses.values) + len(responses))
+    own_T = torch.ones(len(values_T), dtype=torch.bool)
+    own_T[offsets[1:] - 1] = False
+    values_T[own_T] = responses.values
+    told = batch.select(["prompts", "responses"])
+    return told.with_field("responses", Axis.TOKENS, Ragged(values_T, offsets))
 
 
 _setting_up = threading.Lock()

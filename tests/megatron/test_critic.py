@@ -8,8 +8,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
 from hybridflow.batch import Batch, Ragged
+from hybridflow.cluster.transfer import DATA_PARALLEL
 from hybridflow.megatron.config import OptimizerSettings, ValueLossSettings
 from hybridflow.recipe.axes import Axis
+from hybridflow.workers.model import ModelWorker
 from megatron_bridge.layout import ParallelLayout
 from tests.megatron.cases import make_batch, make_engine, merged, my_part
 from tests.ranks import RanksFailed, run_ranks
@@ -156,3 +158,27 @@ def test_the_head_must_fit(tiny_qwen3: str, critic: str, tmp_path: Path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(RanksFailed, match="ends in 2 scores and a value head has one"):
         run_ranks(refused, 1, str(tmp_path), "value", "values")
+
+
+def reward_of(path: str, layout: ParallelLayout, batch: Batch, **options: Any) -> dict[str, Any]:
+    engine = make_engine(path, layout, optimizer=None, head="value", **options)
+    worker = object.__new__(ModelWorker)  # without a process group of its own
+    worker._engine = engine
+    scored = worker.score(my_part(batch, layout))
+    return {"rewards": None if scored is None else scored["rewards"]}
+
+
+@pytest.mark.parametrize("layout", [ONE, ParallelLayout(tp=2, dp=2)], ids=["one", "tp2dp2"])
+def test_a_reward_model_scores_what_huggingface_reads_at_the_last_token(
+    critic: str, layout: ParallelLayout
+):
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    batch, wanted = make_batch(), []
+    with torch.no_grad():
+        for row, response in enumerate(batch["responses"].rows()):
+            prompt = batch["prompts"][row // batch.samples_per_prompt]
+            hidden = model.model(torch.cat([prompt, response])[None]).last_hidden_state
+            wanted.append(model.score(hidden)[0, -1, 0])
+    results = run_ranks(reward_of, layout.world, critic, layout, batch, micro_batch_tokens=48)
+    found = [results[rank]["rewards"] for rank in DATA_PARALLEL.sources(layout)]
+    torch.testing.assert_close(torch.cat(found), torch.stack(wanted), rtol=0, atol=1e-5)

@@ -204,6 +204,33 @@ def test_token_rewards_come_from_a_role_that_scores_tokens(workspace: Path):
     assert faults_of("dataflow=tokens.yaml", own) == []
 
 
+def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Path):
+    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
+    judged = grpo.replace(
+        "role: reward, call: score, in: [prompts, answers, responses]", "JUDGE", 1
+    )
+    judged = judged.replace("JUDGE", "role: judge, call: score, in: [prompts, responses]")
+    assert judged != grpo
+    (workspace / "judged.yaml").write_text(judged)
+    (workspace / "judge").mkdir()
+    config = CONFIG | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+
+    def found(config: dict, role: str = "{head: value, model: judge, colocate: actor}"):
+        (workspace / "judge" / "config.json").write_text(json.dumps(config))
+        return faults_of("dataflow=judged.yaml", f"roles.judge={role}")
+
+    assert found(config) == []
+    (fault,) = found(CONFIG)
+    assert "judge has no trained head, so its scores would be random" in fault
+    (fault,) = found(config | {"vocab_size": 41})
+    assert "another vocabulary (41 tokens) than model.path (40)" in fault
+    (fault,) = found(config, "{head: value, colocate: actor}")
+    assert "model has no trained head" in fault
+    small = "{head: value, model: judge, colocate: actor, micro_batch_tokens: 12}"
+    (fault,) = found(config, small)
+    assert "cannot hold the longest sample and its end" in fault and "at least 13" in fault
+
+
 def test_a_target_is_the_long_form_in_short(workspace: Path):
     (workspace / "mine.py").write_text(MINE)
     short = load_recipe("recipe.yaml", ["roles.reward={_target_: mine.py:needy, scale: 2}"])

@@ -1,6 +1,7 @@
 """Rewards that can be found without importing them, and what they are told."""
 
 import ast
+import json
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -187,7 +188,50 @@ def token_faults(context: Context) -> Iterator[Fault]:
             yield Fault(node.origin, what, fix)
 
 
+def model_faults(context: Context) -> Iterator[Fault]:
+    """Reward models without a trained head, of another vocabulary, or with too small packs."""
+    recipe = context.recipe
+    kinds = recipe.roles.kinds()
+    nodes = [node for stage in context.stages for node in stage.graph.nodes]
+    scoring = {str(n.role) for n in nodes if n.call == "score"}
+    for role in sorted(role for role in scoring if kinds.get(role) == "value"):
+        if not context.trusts(f"roles.{role}"):
+            continue
+        yield from _head_faults(context, role)
+        section = recipe.roles.models()[role]
+        told = recipe.roles.rollout
+        longest = recipe.data.max_prompt_tokens + 1 + (told.sampling.max_tokens if told else 0)
+        if section.micro_batch_tokens < longest:
+            key = f"roles.{role}.micro_batch_tokens"
+            what = f"{key}={section.micro_batch_tokens} cannot hold the longest sample and its end"
+            yield context.fault(key, what, f"set it to at least {longest}")
+
+
+def _head_faults(context: Context, role: str) -> Iterator[Fault]:
+    from megatron_bridge.registry import has_value_head
+
+    path = Path(context.recipe.model_path(role))
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    key, fix = f"roles.{role}.model", "give the folder of a *ForSequenceClassification"
+    if not isinstance(config, dict):
+        yield context.fault(key, f"{path} holds no config.json of a reward model", fix)
+    elif not has_value_head(config):
+        what = f"{path} has no trained head, so its scores would be random"
+        yield context.fault(key, what, fix)
+    elif context.hf_config and config.get("vocab_size") != context.hf_config["vocab_size"]:
+        what = (
+            f"{path} has another vocabulary ({config.get('vocab_size')} tokens) than model.path "
+            f"({context.hf_config['vocab_size']}), whose token ids it would be given"
+        )
+        fix = "give a reward model of the same tokenizer, or use the reward `reward_model`"
+        yield context.fault(key, what, fix)
+
+
 CHECKS = (
+    Check(("dataflow", "warm_start.dataflow", "roles.*", "data", "roles.rollout"), model_faults),
     Check((), reward_faults),
     Check(("dataflow", "warm_start.dataflow", "roles.*"), token_faults),
 )

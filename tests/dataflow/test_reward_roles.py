@@ -1,0 +1,91 @@
+"""Reward roles within whole runs in this process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
+
+from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.dataflow.runner import SerialRunner
+from hybridflow.dataflow.team import Team
+from hybridflow.monitor import read_metrics
+from hybridflow.recipe.compile import compile_recipe
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+import os
+
+def odd(prompt, response, answer, row):
+    if response.endswith(tuple("02468")):
+        os._exit(7)
+    return 1.0
+"""
+
+
+def run(recipe):
+    plan = compile_recipe(recipe)
+    return train(plan, lambda logs: LocalSession(), LaunchOptions(live=False), SerialRunner())
+
+
+def test_several_functions_of_which_one_crashes_do_not_stop_a_run(make_recipe, tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    functions = (
+        f"{{right: {{function: exact_match}}, odd: {{_target_: {tmp_path}/mine.py:odd, "
+        "weight: 0.5, on_error: {value: 0.0}}}"
+    )
+    folder = run(
+        make_recipe(
+            "roles.reward.function=null",
+            f"roles.reward.functions={functions}",
+            "warm_start=null",
+            "steps=1",
+            "evaluation=null",
+            "checkpoint.every=null",
+            "export=false",
+        )
+    )
+    (row,) = read_metrics(folder)
+    metrics = row["metrics"]
+    right, odd = (metrics[f"reward/reward/{name}/mean"] for name in ("right", "odd"))
+    assert metrics["reward/mean"] == pytest.approx(right + 0.5 * odd, abs=1e-6)
+    failed = metrics["reward/reward/odd/errors"]
+    assert 0 < failed == pytest.approx((1 - odd) * 24)
+    assert metrics["reward/reward/odd/timeouts"] == 0 and metrics["reward/constant"] == 0
+
+
+def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
+    plan = compile_recipe(make_recipe("warm_start=null"))
+    with LocalSession() as session:
+        team = object.__new__(Team)
+        team.recipe = plan.recipe
+        from hybridflow.dataflow.reward_roles import reward_settings
+        from hybridflow.workers.reward import RewardWorker
+
+        settings = reward_settings(plan.recipe, "reward")
+        team.groups = {"reward": session.group("reward", RewardWorker, 2, None, settings)}
+        team.reload_reward("reward", {"strip": False})
+        team.reload_reward("reward")
+        with pytest.raises(ValueError, match="'reward' is unchanged: .*did you mean 'strip'"):
+            team.reload_reward("reward", {"strp": False})
+        with pytest.raises(ValueError, match="no reward role 'rewards' .*did you mean 'reward'"):
+            team.reload_reward("rewards")
+
+
+@pytest.mark.slow
+def test_a_reward_model_in_megatron_scores_a_run(make_recipe, recipe_file, quickstart, tmp_path):
+    config = Qwen3Config.from_pretrained(quickstart, num_labels=1, pad_token_id=0)
+    torch.manual_seed(5)
+    judge = tmp_path / "judge"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(quickstart).save_pretrained(judge)
+    recipe = yaml.safe_load(recipe_file.read_text())
+    graph = yaml.safe_load((ROOT / "recipes/dataflows/grpo.yaml").read_text())
+    graph["nodes"]["score"] |= {"role": "judge", "in": ["prompts", "responses"]}
+    recipe |= {"dataflow": graph, "steps": 2, "warm_start": None, "evaluation": None}
+    recipe["roles"]["judge"] = {"head": "value", "model": str(judge), "colocate": "actor"}
+    recipe_file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    rows = list(read_metrics(run(make_recipe())))
+    assert len(rows) == 2 and all(row["metrics"]["reward/std"] > 0 for row in rows)
