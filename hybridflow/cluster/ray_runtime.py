@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from hybridflow import owned
 from hybridflow.cluster.processes import MARK, end_marked
 
@@ -21,7 +23,9 @@ _STARTED_FOLDERS: list[Path] = []
 def start_local(slots: int, object_store_bytes: int, mark: str) -> None:
     """Starts a Ray of this process alone. Ray's ports listen on every interface and whoever
     reaches them may run code, so a token that only this process knows guards them.
-    ``mark`` is in the environment of Ray's own processes."""
+    ``mark`` is in the environment of Ray's own processes.
+
+    ``RuntimeError`` when it does not start, with what this machine has to do."""
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -44,9 +48,23 @@ def start_local(slots: int, object_store_bytes: int, mark: str) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-    except BaseException:
+    except BaseException as error:
         leave(mark)  # Ctrl-C, say, when half of it runs
+        if isinstance(error, Exception):
+            raise RuntimeError(_why_not(error)) from error
         raise
+
+
+def _why_not(error: Exception) -> str:
+    """Ray's first sentence, with what this machine has to do: it starts several processes, and
+    gives them half a minute."""
+    reason = str(error).split(". ")[0].strip().rstrip(".") or type(error).__name__
+    free = psutil.virtual_memory().available / 1e9
+    return (
+        f"Ray did not start on this machine: {reason} (load {os.getloadavg()[0]:.0f} on "
+        f"{os.cpu_count()} cores, {free:.1f} GB of memory free). Try again when the machine has "
+        "less to do, or start Ray with launch/ray_head.sh and give its --address"
+    )
 
 
 def join(address: str) -> None:

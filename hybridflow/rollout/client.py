@@ -11,7 +11,7 @@ from typing import Any
 import requests
 
 from hybridflow.rollout import loading
-from hybridflow.rollout.errors import LoadFailed, RolloutError, RolloutTimeout
+from hybridflow.rollout.errors import LoadFailed, RolloutError, RolloutTimeout, root_cause
 from hybridflow.rollout.protocol import LoaderStatus, Sample, Sampling, VersionSpan
 
 __all__ = ["LoadFailed", "RolloutClient", "RolloutError", "RolloutTimeout"]
@@ -231,7 +231,7 @@ class RolloutClient:
                 f"{self.url}{path} did not answer within {timeout:.0f} s."
             ) from error
         except requests.RequestException as error:
-            raise RolloutError(f"{self.url}{path}: connection lost: {error}") from error
+            raise RolloutError(f"{self.url}{path}: connection lost: {root_cause(error)}") from error
         if answer.status_code != 200:
             raise RolloutError(
                 f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}",

@@ -28,3 +28,11 @@ class LoadFailed(RolloutError):
 
 class RolloutTimeout(RolloutError):
     """A server did not answer within the deadline that the text names."""
+
+
+def root_cause(error: BaseException) -> str:
+    """The words of what an error began with: "Connection refused", not the stack of libraries that
+    passed it on."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -42,3 +42,14 @@ def test_no_process_outlives_its_driver(number: signal.Signals) -> None:
         assert number == signal.SIGKILL or processes.marked(mark) == []
     finally:
         processes.end_marked(mark, patience=0.0)
+
+
+@pytest.mark.slow
+def test_a_ray_that_does_not_start_is_one_line_with_advice() -> None:
+    """Its object store is too small here; a machine with too much to do looks alike."""
+    code = "from hybridflow.cluster import RaySession; RaySession(object_store_bytes=1000)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: Ray did not start on this machine: ") and "(load " in last
+    assert "--address" in last and ended.returncode == 1

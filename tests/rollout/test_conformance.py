@@ -1,6 +1,7 @@
 """One suite for both engines: what a client may expect of a rollout server."""
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -274,6 +275,15 @@ def test_nobody_else_learns_the_token(rollout_server: Rollout):
     assert TOKEN not in server.log_path.read_text() and TOKEN not in repr(server.config)
     for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(True)]:
         assert TOKEN not in "\0".join([*process.cmdline(), *process.environ().values()])
+
+
+def test_nobody_at_the_url_is_told_in_a_few_words():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RolloutError) as caught:
+        RolloutClient(f"http://127.0.0.1:{port}", timeout=60).pause()
+    told = "/pause_generation: connection lost: Connection refused"
+    assert str(caught.value) == f"http://127.0.0.1:{port}{told}"
 
 
 def _until(running: Future, action) -> None:
