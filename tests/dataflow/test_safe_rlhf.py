@@ -23,6 +23,7 @@ def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
         f"roles.cost={{function: {scorer}:costly}}",
         *(f"roles.critic={CRITIC}", "roles.cost_critic={head: value, " + CRITIC[1:]),
         *("roles.reference={colocate: actor}", "algorithm.kl={coef: 0.1, place: reward}"),
+        "roles.rollout.colocate=actor",
         *("algorithm.lagrangian={limit: 0.1, start: 2.0, lr: 0.3}", "checkpoint.every=1"),
     )
     folder = run(recipe)
@@ -31,6 +32,8 @@ def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
     for row in rows:
         assert row.get("state/lambda", multiplier) == pytest.approx(multiplier)
         assert row["critic/grad_norm"] > 0 and row["cost_critic/grad_norm"] > 0
+        for role in ("actor", "critic", "cost_critic"):  # all give way to the rollout
+            assert row[f"memory/{role}_released_bytes"] > 0
         assert row["cost/mean"] == row["reward/costs/mean"]
         assert row["reward/mean"] == row["reward/rewards/mean"]
         multiplier = next_multiplier(multiplier, row["cost/mean"], 0.1, 0.3)
