@@ -52,7 +52,7 @@ ALGORITHMS = {
     "rloo": Algorithm("quickstart", ("dataflow=rloo",)),
     "remax": Algorithm("quickstart_remax"),
     "dapo": Algorithm("quickstart_dapo"),
-    "safe_rlhf": Algorithm("quickstart_safe_rlhf", rise=0.0, limit=0.2),
+    "safe_rlhf": Algorithm("quickstart_safe_rlhf", rise=0.0, limit=0.3),
 }
 
 
@@ -120,9 +120,9 @@ def _summary(name: str, rows: list[dict]) -> dict:
     """First and last figures of the main stage, and its curves."""
     main = [row for row in rows if row["stage"] == "main"]
     curves = {
-        metric: [row["metrics"][metric] for row in main]
+        metric: [row["metrics"][metric] for row in main if metric in row["metrics"]]
         for metric in ("reward/mean", "cost/mean", "critic/explained_variance", "state/lambda")
-        if all(metric in row["metrics"] for row in main[1:]) and metric in main[0]["metrics"]
+        if metric in main[-1]["metrics"]
     }
     reward = curves["reward/mean"]
     first, last = fmean(reward[:WINDOW]), fmean(reward[-WINDOW:])

@@ -16,12 +16,17 @@ REWARD = """
 import pathlib
 import psutil
 
+def servers(above):
+    below = above.children(recursive=True)
+    return [p for p in below if p.cmdline()[1:3] == ["-m", "hybridflow.rollout.local"]]
+
 def deadly(prompt, response, answer, row):
     flag = pathlib.Path(__file__).with_name("killed")
     if {kill} and not flag.exists():
         flag.touch()
-        below = psutil.Process().children(recursive=True)
-        server = [p for p in below if p.cmdline()[1:3] == ["-m", "hybridflow.rollout.local"]][1]
+        # Scorers are processes of their own: the servers are children of one further up.
+        found = (servers(above) for above in psutil.Process().parents())
+        server = next(filter(None, found))[1]
         server.kill()
         server.wait(60)
     return sum(map(ord, response)) % 7
