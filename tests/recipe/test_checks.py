@@ -223,7 +223,7 @@ def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Pa
     (fault,) = found(CONFIG)
     assert "judge has no trained head, so its scores would be random" in fault
     (fault,) = found(config | {"vocab_size": 41})
-    assert "another vocabulary (41 tokens) than model.path (40)" in fault
+    assert "judge has 41 token ids, model.path 40" in fault
     (fault,) = found(config, "{head: value, colocate: actor}")
     assert "model has no trained head" in fault
     small = "{head: value, model: judge, colocate: actor, micro_batch_tokens: 12}"

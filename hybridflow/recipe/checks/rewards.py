@@ -189,7 +189,7 @@ def token_faults(context: Context) -> Iterator[Fault]:
 
 
 def model_faults(context: Context) -> Iterator[Fault]:
-    """Reward models without a trained head, of another vocabulary, or with too small packs."""
+    """Reward models without a trained head, or with too small packs."""
     recipe = context.recipe
     kinds = recipe.roles.kinds()
     nodes = [node for stage in context.stages for node in stage.graph.nodes]
@@ -216,17 +216,8 @@ def _head_faults(context: Context, role: str) -> Iterator[Fault]:
     except (OSError, ValueError):
         config = None
     key, fix = f"roles.{role}.model", "give the folder of a *ForSequenceClassification"
-    if not isinstance(config, dict):
-        yield context.fault(key, f"{path} holds no config.json of a reward model", fix)
-    elif not has_value_head(config):
+    if isinstance(config, dict) and not has_value_head(config):
         what = f"{path} has no trained head, so its scores would be random"
-        yield context.fault(key, what, fix)
-    elif context.hf_config and config.get("vocab_size") != context.hf_config["vocab_size"]:
-        what = (
-            f"{path} has another vocabulary ({config.get('vocab_size')} tokens) than model.path "
-            f"({context.hf_config['vocab_size']}), whose token ids it would be given"
-        )
-        fix = "give a reward model of the same tokenizer, or use the reward `reward_model`"
         yield context.fault(key, what, fix)
 
 
