@@ -213,6 +213,13 @@ def rotate_responses(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     return {"rotated": Batch.concat([last, batch.slice(0, batch.prompts - 1)])["responses"]}
 
 
+def reverse_kl(batch: Batch, context: FunctionContext, scale: float = 1.0) -> dict[str, Any]:
+    """logprobs, teacher_logprobs (tokens) -> advantages (tokens)."""
+    student, teacher = batch["logprobs"], batch["teacher_logprobs"]
+    gap_T = rewards_math.log_ratio(teacher.values, student.values)
+    return {"advantages": student.with_values(scale * gap_T)}
+
+
 def kto_baseline(batch: Batch, context: FunctionContext) -> dict[str, Any]:
     """logprobs, ref_logprobs (tokens) -> kl_baseline (run)."""
     found = rewards_math.kl_baseline(batch["logprobs"], batch["ref_logprobs"])
@@ -274,6 +281,7 @@ _FUNCTIONS: dict[str, Function] = {
     "accumulate_signal": accumulate_signal,
     "rotate_responses": rotate_responses,
     "kto_baseline": kto_baseline,
+    "reverse_kl": reverse_kl,
 }
 
 FUNCTIONS = Registry("function", _FUNCTIONS, aliases=catalogue.FUNCTIONS.aliases)

@@ -78,3 +78,17 @@ def kl_baseline(logprobs: Ragged, ref_logprobs: Ragged) -> float:
     """
     ratios_T = logprobs.values.double() - ref_logprobs.values.double()
     return max(0.0, float(ratios_T.sum()) / len(logprobs))
+
+
+def log_ratio(teacher_T: Tensor, student_T: Tensor) -> Tensor:
+    """``[T]`` on-policy distillation's advantage of each sampled token, float32.
+
+    GKD (Agarwal et al., 2023, arXiv:2306.13649), with samples of the student alone and the reverse
+    KL, as the gradient of its sampled form (Thinking Machines Lab, 2025)::
+
+        A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t)
+
+    whose mean over the student's samples is ``-KL(student || teacher)``. No discount: a token is
+    judged by its own step.
+    """
+    return teacher_T.float() - student_T.float()

@@ -192,6 +192,16 @@ _FUNCTIONS: dict[str, Signature] = {
         {"responses": takes(RESPONSES)},
         {"rotated": RESPONSES},
     ),
+    "reverse_kl": Signature(
+        "On-policy distillation's advantage: the teacher's log-probability of every sampled token "
+        "less the student's, whose mean is minus the reverse KL.",
+        {
+            "logprobs": takes(LOGPROBS, description="of the student, which sampled"),
+            "teacher_logprobs": takes(LOGPROBS, description="of the teacher"),
+        },
+        {"advantages": TOKEN_ADVANTAGES},
+        {"scale": Option("float", 1.0, description="of the advantages")},
+    ),
     "kto_baseline": Signature(
         "KTO's baseline: the mean log-ratio of policy and reference on rotated responses, 0 at "
         "least.",

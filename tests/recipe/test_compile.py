@@ -27,7 +27,18 @@ def names(plan: Plan, stage: int = -1) -> list[str]:
 
 def test_the_package_ships_the_dataflows():
     assert set(shipped()) == {
-        *["cispo", "dapo", "dpo", "gdpo", "gmpo", "gpg", "grpo", "grpo_full_kl", "grpo_shuffled"],
+        *[
+            "cispo",
+            "dapo",
+            "distill",
+            "dpo",
+            "gdpo",
+            "gmpo",
+            "gpg",
+            "grpo",
+            "grpo_full_kl",
+            "grpo_shuffled",
+        ],
         *["gspo", "ipo", "kto", "opo", "orpo", "ppo", "prime", "reinforce_pp"],
         *["reinforce_pp_baseline", "remax", "rloo", "safe_rlhf", "sapo", "sft", "simpo"],
     }

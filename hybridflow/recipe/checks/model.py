@@ -216,12 +216,48 @@ def length_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("roles.rollout.sampling.max_tokens", what, "lower one of the two")
 
 
+def vocabulary_faults(context: Context) -> Iterator[Fault]:
+    """Models whose log-probabilities are compared token by token, with other tokens."""
+    recipe = context.recipe
+    kinds, ours = recipe.roles.kinds(), _vocabulary(Path(recipe.model.path))
+    for role, section in recipe.roles.models().items():
+        folder = getattr(section, "model", None)
+        if folder is None or kinds[role] != "model" or role not in context.plan.roles:
+            continue
+        theirs = _vocabulary(Path(folder))
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        differing = sorted({token for token, _ in set(ours.items()) ^ set(theirs.items())})
+        what = (
+            f"{folder} has another vocabulary than {recipe.model.path}: {len(differing)} tokens "
+            f"differ, such as {differing[0]!r}"
+        )
+        fix = "its log-probabilities are of the same token ids: use a model with the same tokenizer"
+        yield context.fault(f"roles.{role}.model", what, fix)
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Ids of a tokenizer's tokens; None where they stand in no tokenizer.json."""
+    try:
+        told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = told["model"]["vocab"]
+        tokens = (
+            dict(listed)
+            if isinstance(listed, dict)
+            else {entry[0]: place for place, entry in enumerate(listed)}
+        )
+        return tokens | {entry["content"]: entry["id"] for entry in told.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
 PARALLEL = ("roles.actor.parallel", "roles.reference", "roles.critic")
 
 CHECKS = (
     Check(("model.path",), folder_faults),
     Check(("model.path", "dataflow", "warm_start.dataflow"), quantized_faults),
     Check(("model.path", "dataflow", "warm_start.dataflow", *PARALLEL), layout_faults),
+    Check(("model.path", "dataflow", "warm_start.dataflow", "roles"), vocabulary_faults),
     Check(
         ("model.path", "data.max_prompt_tokens", "roles.rollout.sampling.max_tokens"),
         length_faults,
