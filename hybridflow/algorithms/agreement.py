@@ -115,3 +115,20 @@ def check(worst: TokenGap | None, bound: float) -> None:
         f"by {worst.gap:.3g}, over algorithm.agreement.bound {bound:g}. The servers compute "
         "another model than the trainer, or hold other weights."
     )
+
+
+def check_old(mean: float, bound: float) -> None:
+    """Disagreement when the old policy is not the trainer's own before its first step.
+
+    Args:
+        mean: of the absolute difference of the log-probabilities, in nats.
+    """
+    if mean <= bound:
+        return
+    raise Disagreement(
+        f"'old_logprobs' differ from the actor's own by {mean:.3g} nats a token before the first "
+        f"optimizer step, over {bound:g} (algorithm.agreement.old_bound): the ratio is not 1 on "
+        "the data that was just sampled. They must come from the actor's `logprobs`, after its "
+        "last update and at the same temperature; a model that answers at random (dropout) cannot "
+        "be compared at all."
+    )

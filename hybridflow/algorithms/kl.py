@@ -23,7 +23,21 @@ def kl_divergence(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str = "
 
     ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d``, ``abs = |d|``, where
     ``d = logprobs - ref_logprobs``. Differentiable in ``logprobs_T``.
+
+    Raises:
+        ValueError: the two differ in shape, or the estimate lost its gradient on the way.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"KL estimator '{estimator}' is unknown: {hint(estimator, ESTIMATORS)}")
-    return ESTIMATORS[estimator](logprobs_T - ref_logprobs_T)
+    if logprobs_T.shape != ref_logprobs_T.shape:
+        raise ValueError(
+            f"'ref_logprobs' has the shape {list(ref_logprobs_T.shape)} and the log-probabilities "
+            f"{list(logprobs_T.shape)}; each token has one of both"
+        )
+    result_T = ESTIMATORS[estimator](logprobs_T - ref_logprobs_T)
+    if torch.is_grad_enabled() and logprobs_T.requires_grad and not result_T.requires_grad:
+        raise ValueError(
+            f"KL estimator '{estimator}' detaches the KL term from the log-probabilities: it would "
+            "change the loss and no gradient; make it of differentiable operations"
+        )
+    return result_T

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridflow.batch import Batch, Ragged
+from hybridflow.dataflow.measures import advantage_metrics, reference_kl, source_means
 from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
 from hybridflow.dataflow.steps import StepOutcome
 from hybridflow.recipe.compile import ACTOR
@@ -21,11 +22,19 @@ Decode = Callable[[list[list[int]]], list[str]]
 class Observer:
     """Reads the step outcomes of one stage.
 
-    ``decode`` turns rows of token ids into texts.
+    Args:
+        decode: turns rows of token ids into texts.
+        source_column: of the data, whose values get mean rewards of their own.
     """
 
-    def __init__(self, graph: Graph, kinds: Mapping[str, str], decode: Decode) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        graph: Graph,
+        kinds: Mapping[str, str],
+        decode: Decode,
+        source_column: str | None = None,
+    ) -> None:
+        self._decode, self._graph, self._source = decode, graph, source_column
         evaluated = _reached_from(graph, "eval_")
         self._evaluated = evaluated
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
@@ -43,7 +52,7 @@ class Observer:
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
         """Every scalar of the step, by ``group/name``."""
-        found = self._rewards(outcome)
+        found = self._rewards(outcome) | reference_kl(self._graph, outcome)
         for node in self._ran(self._generating, outcome):
             found |= self._lengths(node, outcome.results[node.name])
             if node.name not in self._evaluated:
@@ -54,6 +63,7 @@ class Observer:
             prefix = "update" if node.role == ACTOR else node.role
             found |= {f"{prefix}/{name}": value for name, value in measured.items()}
             found[f"{prefix}/seconds"] = outcome.timings.seconds[node.name]
+            found |= advantage_metrics(node, outcome)
         for node in self._ran(self._measuring, outcome):
             measured = outcome.results[node.name]["metrics"]
             found |= {f"eval/{name}": value for name, value in measured.items()}
@@ -83,6 +93,8 @@ class Observer:
             scores = score_metrics(str(node.role), result)
             found |= {f"{prefix}{name}": value for name, value in scores.items()}
             mean = result["rewards"].mean().item()
+            if self._source is not None:
+                found |= source_means(node, outcome, self._source, f"{prefix}reward")
             if node.name in self._evaluated:
                 found["eval/reward"] = mean
             elif several and "rewards" in node.outputs:
@@ -105,6 +117,7 @@ class Observer:
         return {
             f"{prefix}/mean": lengths_S.mean().item(),
             f"{prefix}/max": lengths_S.max().item(),
+            f"{prefix}/min": lengths_S.min().item(),
             f"{prefix}/truncated": 1 - result["finished"].float().mean().item(),
         }
 

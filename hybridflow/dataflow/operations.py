@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from hybridflow.algorithms import FUNCTIONS, FunctionContext, staleness
 from hybridflow.algorithms.functions import GaeSettings
 from hybridflow.algorithms.values import explained_variance
 from hybridflow.batch import Batch
+from hybridflow.dataflow.soundness import old_is_current, require_sound
 from hybridflow.dataflow.steps import Operation, StepContext
 from hybridflow.dataflow.team import Team
 from hybridflow.recipe.axes import Axis
@@ -44,10 +44,23 @@ def operations(around: Surroundings) -> dict[str, Operation]:
 
 
 def _operation(node: Node, around: Surroundings) -> Operation:
-    if node.function is not None:
-        return partial(_call_function, node, around)
-    kind = around.team.kinds[str(node.role)]
-    return partial(CALLS[kind, str(node.call)], node, around)
+    """What the node does, its outputs held against its signature."""
+    kind = None if node.role is None else around.team.kinds[node.role]
+    known = signature(kind, node.call or node.function)
+    assert known is not None, f"unknown call in a checked graph: {node.action}"
+    call = _call_function if kind is None else CALLS[kind, str(node.call)]
+
+    def run(batch: Batch, context: StepContext) -> Batch:
+        if known.compares_samples and batch.samples_per_prompt < 2:
+            raise ValueError(
+                f"{node.action} compares samples of a prompt, and each has "
+                f"{batch.samples_per_prompt}; set data.samples_per_prompt to 2 or more"
+            )
+        result = call(node, around, batch, context)
+        require_sound(node.name, known.outputs, result)
+        return result
+
+    return run
 
 
 def _call_function(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
@@ -110,6 +123,8 @@ def _hidden(node: Node, around: Surroundings, batch: Batch, context: StepContext
 def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     role = str(node.role)
     loss = around.team.loss(around.stage, role, node.options["loss"])
+    if old_is_current(around.stage.graph, node):
+        loss = replace(loss, old_bound=around.recipe.old_bound)
     behind: dict[str, float] = {}
     if "token_versions" in batch and around.stage.generates:
         versions, allowed = batch["token_versions"], around.recipe.roles.servers.max_staleness

@@ -17,6 +17,7 @@ from hybridflow.dataflow.runner import Runner
 from hybridflow.dataflow.state import Change
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
+from hybridflow.dataflow.warnings import Watch
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.rollout.engines import FleetEvent
@@ -133,7 +134,9 @@ class Trainer:
         around = Surroundings(self._plan.recipe, stage, self._team, save)
         kinds = self._team.kinds
         steps = StepRunner(stage.graph, operations(around), self._runner, feed, kinds)
-        observer = Observer(stage.graph, kinds, self._decode)
+        column = self._plan.recipe.data.source_column
+        observer = Observer(stage.graph, kinds, self._decode, column)
+        watch = Watch(stage.steps)
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
         for step in range(done + 1, stage.steps + 1):
             self._state.apply()
@@ -142,6 +145,8 @@ class Trainer:
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
             self._state.put(step=before + step, weight_version=self._team.version)
             metrics = self._record(outcome, observer, time.perf_counter() - start)
+            for text in watch.see(step, metrics):
+                self._records.event("warning", text)
             controllers.move(self._state, self._plan.recipe, metrics, stage.samples)
             self._finish_checkpoint()
 

@@ -80,6 +80,8 @@ class LossSettings:
         agreement_threshold: of a token's difference between rollout and trainer, in nats, above
             which it is counted.
         agreement_bound: largest such difference, above which the update is an error; None: any.
+        old_bound: mean difference in nats between ``old_logprobs`` and the weights' own before the
+            first optimizer step, above which the update is an error; None: any.
         weight_version: that the trainer's weights are. With the field ``token_versions``, rollout
             and trainer are compared on tokens of this version alone.
     """
@@ -105,6 +107,7 @@ class LossSettings:
     preference: PreferenceSettings = PreferenceSettings()
     agreement_threshold: float = 0.01
     agreement_bound: float | None = None
+    old_bound: float | None = None
     weight_version: int | None = None
 
     @property

@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridflow.algorithms import LOSSES, PREFERENCES
+from hybridflow.algorithms import LOSSES, PREFERENCES, agreement
 from hybridflow.algorithms.correction import off_policy_masked
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
@@ -17,6 +17,8 @@ from hybridflow.megatron.metrics import CorrectionMetrics, RolloutGap, TokenMetr
 from hybridflow.megatron.preference import PreferenceUpdateLoss
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
+
+OLD_GAP = "old_gap_mean"
 
 
 def update_loss(
@@ -53,6 +55,8 @@ class UpdateLoss:
         maxima = []
         if "ref_logprobs" in batch or "ref_hidden" in batch:
             sums.append("kl")
+        if "old_logprobs" in batch:
+            sums.append(OLD_GAP)
         if settings.reads_entropy:
             sums.append("entropy")
         if settings.off_policy_bound is not None:
@@ -80,8 +84,8 @@ class UpdateLoss:
             readings = logits.read(entropy=self._settings.reads_entropy)
             kl_R = self._kl(rows, pack, logits, readings)
             token_loss = self._token_loss(rows, pack, readings, kl_R)
-            if first and self._gap is not None:
-                self._gap.record(pack.source_R, readings.logprobs_T)
+            if first:
+                self._compare(rows, pack, readings.logprobs_T.detach())
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             for name, values_R in token_loss.metrics_T.items():
@@ -89,6 +93,13 @@ class UpdateLoss:
             return weighted * scale
 
         return pack_loss
+
+    def _compare(self, rows: Rows, pack: Pack, logprobs_R: Tensor) -> None:
+        """The weights before the update beside what sampled, and beside the old policy."""
+        if self._gap is not None:
+            self._gap.record(pack.source_R, logprobs_R)
+        if rows.old_logprobs_T is not None:
+            self._metrics.add(OLD_GAP, (logprobs_R - rows.old_logprobs_T[pack.source_R]).abs())
 
     def _token_loss(
         self, rows: Rows, pack: Pack, readings: TokenReadings, kl_R: Tensor | None
@@ -156,7 +167,8 @@ class UpdateLoss:
         """Metrics of the update, the same on every rank; collective.
 
         Raises:
-            Disagreement: rollout and trainer differ by more than ``settings.agreement_bound``.
+            Disagreement: rollout and trainer differ by more than ``settings.agreement_bound``, or
+                the old policy and the trainer by more than ``settings.old_bound``.
         """
         replicas = parallel_state.get_data_parallel_world_size()
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
@@ -167,4 +179,7 @@ class UpdateLoss:
                 CorrectionMetrics.add(self._metrics, rows.correction)
         if self._gap is not None:
             self._gap.report(self._metrics)
-        return CorrectionMetrics.finish(self._metrics.reduce())
+        found = CorrectionMetrics.finish(self._metrics.reduce())
+        if OLD_GAP in found and self._settings.old_bound is not None:
+            agreement.check_old(found[OLD_GAP], self._settings.old_bound)
+        return found

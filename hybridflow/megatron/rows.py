@@ -117,6 +117,8 @@ def _check_token_loss(batch: Batch, loss: LossSettings) -> None:
                 raise ValueError(
                     f"{setting} needs the field '{field}': add it to the inputs of the update"
                 )
+    for mask in ("sample_mask", "response_mask"):
+        _check_mask(batch, mask)
     entry = LOSSES[loss.name]
     if entry.needs_advantages and "advantages" not in batch:
         raise ValueError(f"loss '{loss.name}' needs the field 'advantages'")
@@ -145,6 +147,18 @@ def _check_preference(batch: Batch, loss: LossSettings) -> None:
     if bool((lengths_S == 0).any()):
         row = int((lengths_S == 0).nonzero()[0])
         raise ValueError(f"loss '{loss.name}': response {row} is empty; it needs one token or more")
+
+
+def _check_mask(batch: Batch, name: str) -> None:
+    if name not in batch:
+        return
+    data = batch[name]
+    values = data.values if isinstance(data, Ragged) else data
+    if values.dtype is not torch.bool:
+        told = str(values.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"'{name}' is a mask of {told}; it is bool: compare, such as `{name} != 0`"
+        )
 
 
 def _needs(loss: LossSettings) -> dict[str, tuple[str, ...]]:

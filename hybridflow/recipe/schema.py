@@ -67,6 +67,10 @@ class DataSection(Section):
     margin_column: Text = Field(
         default="margin", description="column of a number: by how much the better one is better"
     )
+    source_column: Text | None = Field(
+        default=None,
+        description="column by whose values mean rewards are reported, as `reward/source/VALUE`",
+    )
     chat: bool | None = Field(
         default=None,
         description="wrap prompts in the chat template; null: when the tokenizer has one",
@@ -161,6 +165,12 @@ class AgreementSection(Section):
         default=None,
         description="largest difference in nats; beyond it the run ends with an error; null: any "
         "(in float32 on the CPU 1e-4 holds)",
+    )
+    old_bound: Positive | None = Field(
+        default=None,
+        description="largest mean difference in nats between `old_logprobs` that the actor gave in "
+        "the same step and its own before its first optimizer step; beyond it the run ends with an "
+        "error; null: 1e-3, in bfloat16 0.1",
     )
 
 
@@ -349,6 +359,12 @@ class Recipe(Section):
     def __eq__(self, other: object) -> bool:
         """Equal values; where they were written does not matter."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
+
+    @property
+    def old_bound(self) -> float:
+        """``algorithm.agreement.old_bound``, by the model's type where it is not told."""
+        told = self.algorithm.agreement.old_bound
+        return told or (1e-3 if self.model.dtype == "float32" else 0.1)
 
     @property
     def folder(self) -> str:

@@ -170,6 +170,21 @@ def test_disagreement_names_the_sample_on_every_rank(tiny_qwen3: str):
     assert result["metrics"][0]["rollout_gap_max"] < 1e-5
 
 
+def test_an_old_policy_that_is_not_the_actors_ends_the_update(tiny_qwen3: str):
+    """Before the first optimizer step the ratio must be 1; later mini-batches may differ."""
+    bounded = replace(GRPO, old_bound=1e-4, mini_batches=2)
+    own = with_old(_with_own_logprobs(tiny_qwen3, make_batch(), GRPO))
+    (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [own], bounded)
+    assert result["metrics"][0]["old_gap_mean"] < 1e-5 and result["metrics"][0]["ratio_mean"] != 1
+    cold = own["old_logprobs"].with_values(own["old_logprobs"].values * 0.9)  # a temperature
+    wrong = own.with_field("old_logprobs", Axis.TOKENS, cold)
+    with pytest.raises(RanksFailed, match="'old_logprobs' differ from the actor's own") as failure:
+        run_ranks(updates, 2, tiny_qwen3, DP2, [wrong], bounded)
+    assert str(failure.value).count("Disagreement: 'old_logprobs' differ") >= 2
+    (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [wrong], replace(bounded, old_bound=None))
+    assert result["metrics"][0]["old_gap_mean"] > 1e-2
+
+
 def test_an_empty_rank_is_an_error_on_every_rank(tiny_qwen3: str):
     with pytest.raises(RanksFailed) as failure:
         run_ranks(updates, 2, tiny_qwen3, DP2, [make_batch().slice(0, 1)], GRPO)

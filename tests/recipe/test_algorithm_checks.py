@@ -272,3 +272,21 @@ def test_the_guide_shows_the_differences():
     assert set(shown) == set(FLOWS)
     for name, lines in shown.items():
         assert lines == differing_lines(name), name
+
+
+def test_an_old_policy_of_another_role(workspace: Path):
+    """The ratio compares the actor with itself before the update, not with the reference."""
+    told = "{role: reference, call: logprobs, in: [prompts, responses], out: [{logprobs: old}]}"
+    flow = (
+        "{inputs: [prompts, answers], nodes: {"
+        "g: {role: rollout, call: generate, in: [prompts], out: [responses]},"
+        "s: {role: reward, call: score, in: [prompts, answers, responses], out: [rewards]},"
+        f"o: {told}, a: {{function: rloo, in: [rewards], out: [advantages]}},"
+        "u: {role: actor, call: update, loss: ppo_clip,"
+        " in: [prompts, responses, advantages, {old_logprobs: old}]},"
+        "p: {role: actor, call: publish, to: rollout, after: [u]}}}"
+    )
+    off = ("algorithm.kl={}", "evaluation=null", "checkpoint={}")
+    found = faults_of(f"dataflow={flow}", *off)
+    assert len(found) == 1 and "compares with 'old' of the role 'reference'" in found[0], found
+    assert faults_of(f"dataflow={flow.replace('role: reference', 'role: actor')}", *off) == []

@@ -187,7 +187,22 @@ class Loss:
 
     def __call__(self, inputs: TokenInputs) -> TokenLoss:
         assert not self.needs_advantages or inputs.advantages_T is not None
-        return self.function(inputs)
+        shape = inputs.logprobs_T.shape
+        for name in ("old_logprobs_T", "advantages_T"):
+            given = getattr(inputs, name)
+            if given is not None and given.shape != shape:
+                raise ValueError(
+                    f"'{name.removesuffix('_T')}' has the shape {list(given.shape)} and the "
+                    f"log-probabilities {list(shape)}; each token has one of both"
+                )
+        result = self.function(inputs)
+        wanted = torch.is_grad_enabled() and inputs.logprobs_T.requires_grad
+        if wanted and not result.loss_T.requires_grad:
+            raise ValueError(
+                "the loss is detached from the log-probabilities: nothing would be learnt; make "
+                "it of differentiable operations, or use `with_slope`"
+            )
+        return result
 
 
 def entropy_estimate(inputs: TokenInputs) -> Tensor:

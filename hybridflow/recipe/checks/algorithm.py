@@ -163,6 +163,21 @@ def _per_token(stage: Stage, node: Node) -> bool:
     return any(kind.axis is Axis.TOKENS for kind in outputs)
 
 
+def old_faults(context: Context) -> Iterator[Fault]:
+    """An old policy that another role gives."""
+    for stage in context.stages:
+        for node in stage.graph.nodes:
+            field = node.inputs.get("old_logprobs")
+            maker = stage.graph.producers.get(field or "")
+            if maker is not None and maker.call == "logprobs" and maker.role != node.role:
+                what = (
+                    f"node '{node.name}' compares with '{field}' of the role '{maker.role}': the "
+                    "ratio would not be 1 on fresh samples"
+                )
+                fix = f"take them from a `logprobs` of '{node.role}', or name it `ref_logprobs`"
+                yield Fault(node.origin, what, fix)
+
+
 def adaptive_faults(context: Context) -> Iterator[Fault]:
     """An adaptive KL coefficient that cannot move, or has no KL to move by."""
     section = context.recipe.algorithm.kl
@@ -312,6 +327,7 @@ CHECKS = (
     Check(GRAPHS, sequence_faults),
     Check((*GRAPHS, "data"), response_faults),
     Check((*GRAPHS, "data"), adaptive_faults),
+    Check(GRAPHS, old_faults),
     Check(GRAPHS, reward_faults),
     Check((*GRAPHS, "roles.actor"), correction_faults),
     Check(GRAPHS, loop_faults),

@@ -55,7 +55,9 @@ def _columns(context: Context, stage: str, batch: str) -> tuple[str, ...]:
         and GRAPH_INPUTS[name].batch == batch
         and (one.name == stage or batch == "eval")
     ]
-    return column_keys(inputs, context.recipe.data.messages_column is not None)
+    keys = column_keys(inputs, context.recipe.data.messages_column is not None)
+    by_source = context.recipe.data.source_column is not None
+    return (*keys, "source_column") if by_source and "answers" in inputs else keys
 
 
 def file_faults(context: Context) -> Iterator[Fault]:
