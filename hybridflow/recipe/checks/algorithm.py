@@ -199,7 +199,7 @@ def adaptive_faults(context: Context) -> Iterator[Fault]:
 
 
 def _measures_kl(node: Node) -> bool:
-    return "ref_logprobs" in node.inputs
+    return bool({"ref_logprobs", "ref_hidden"} & node.inputs.keys())
 
 
 def reward_faults(context: Context) -> Iterator[Fault]:
