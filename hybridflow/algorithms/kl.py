@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.losses.base import require_same_shape
 from hybridflow.recipe.names import hint
 
 # Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
@@ -29,11 +30,7 @@ def kl_divergence(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str = "
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"KL estimator '{estimator}' is unknown: {hint(estimator, ESTIMATORS)}")
-    if logprobs_T.shape != ref_logprobs_T.shape:
-        raise ValueError(
-            f"'ref_logprobs' has the shape {list(ref_logprobs_T.shape)} and the log-probabilities "
-            f"{list(logprobs_T.shape)}; each token has one of both"
-        )
+    require_same_shape(("log-probabilities", logprobs_T), ref_logprobs=ref_logprobs_T)
     result_T = ESTIMATORS[estimator](logprobs_T - ref_logprobs_T)
     if torch.is_grad_enabled() and logprobs_T.requires_grad and not result_T.requires_grad:
         raise ValueError(

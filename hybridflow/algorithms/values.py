@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.base import TokenLoss, with_slope
+from hybridflow.algorithms.losses.base import TokenLoss, require_same_shape, with_slope
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class ValueLoss:
 
     def __call__(self, inputs: ValueInputs) -> TokenLoss:
         assert not self.needs_old_values or inputs.old_values_T is not None
+        told = {"returns": inputs.returns_T, "values": inputs.old_values_T}
+        require_same_shape(("critic's output", inputs.values_T), **told)
         return self.function(inputs)
 
 

@@ -18,6 +18,7 @@ from hybridflow.algorithms import kl as kl_module
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import Loss, TokenInputs, TokenLoss
 from hybridflow.algorithms.packing import pack_rows
+from hybridflow.algorithms.values import VALUE_LOSSES, ValueInputs
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
@@ -188,6 +189,17 @@ def test_shapes_that_would_be_spread_over_each_other() -> None:
         loss(TokenInputs(ones_T, ones_T1, ones_T))
     with pytest.raises(ValueError, match=r"'ref_logprobs' has the shape \[3, 1\]"):
         kl_divergence(ones_T, ones_T1)
+
+
+def test_a_critics_output_of_the_wrong_shape() -> None:
+    ones_T, ones_T1 = torch.ones(3), torch.ones(3, 1)
+    with pytest.raises(ValueError, match=r"'returns' has the shape \[3\] and .* output \[3, 1\]"):
+        VALUE_LOSSES["value_mse"](ValueInputs(ones_T1, ones_T))
+    with pytest.raises(ValueError, match=r"'values' has the shape \[3, 1\]"):
+        VALUE_LOSSES["value_clip"](ValueInputs(ones_T, ones_T, ones_T1))
+    batch = Batch({"values": ragged(torch.ones(4, 2))}, {"values": Axis.TOKENS}, 2, 1)
+    with pytest.raises(ValueError, match=r"'values' of shape \[4, 2\]; it has one number for each"):
+        require_sound("critic", {"values": FieldType(Axis.TOKENS, "float")}, batch)
 
 
 def test_a_detached_loss() -> None:

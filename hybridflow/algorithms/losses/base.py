@@ -187,14 +187,11 @@ class Loss:
 
     def __call__(self, inputs: TokenInputs) -> TokenLoss:
         assert not self.needs_advantages or inputs.advantages_T is not None
-        shape = inputs.logprobs_T.shape
-        for name in ("old_logprobs_T", "advantages_T"):
-            given = getattr(inputs, name)
-            if given is not None and given.shape != shape:
-                raise ValueError(
-                    f"'{name.removesuffix('_T')}' has the shape {list(given.shape)} and the "
-                    f"log-probabilities {list(shape)}; each token has one of both"
-                )
+        require_same_shape(
+            ("log-probabilities", inputs.logprobs_T),
+            old_logprobs=inputs.old_logprobs_T,
+            advantages=inputs.advantages_T,
+        )
         result = self.function(inputs)
         wanted = torch.is_grad_enabled() and inputs.logprobs_T.requires_grad
         if wanted and not result.loss_T.requires_grad:
@@ -208,3 +205,15 @@ class Loss:
 def entropy_estimate(inputs: TokenInputs) -> Tensor:
     """``[T]`` -logp, whose mean is the policy's entropy while sampling is on-policy."""
     return -inputs.logprobs_T.detach()
+
+
+def require_same_shape(first: tuple[str, Tensor], **others: Tensor | None) -> None:
+    """ValueError naming a tensor of another shape: ``[T]`` beside ``[T, 1]`` would make ``[T, T]``
+    without a word."""
+    name, tensor = first
+    for other, given in others.items():
+        if given is not None and given.shape != tensor.shape:
+            raise ValueError(
+                f"'{other}' has the shape {list(given.shape)} and the {name} "
+                f"{list(tensor.shape)}; each token has one of both"
+            )
