@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.assets.build import make, write_jsonl
 
@@ -19,10 +19,11 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = (PAD, EOS, UNKNOWN, *"0123456789", "+", "-", "=")
 """16 tokens, so that a tensor-parallel group of 2, 4 or 8 splits them evenly."""
 
-REVISION = 2
+REVISION = 3
 """Raised when the same seed gives another asset, so that an older one is made anew."""
 
 EVALUATION_ROWS = 500
+PAIRS = 2000
 INITIAL_STD = 0.08
 ROPE_THETA = 1000.0
 CIRCLE_FREQUENCIES = (1, 2, 5)
@@ -31,7 +32,9 @@ CIRCLE_FREQUENCIES = (1, 2, 5)
 def make_quickstart(folder: str | Path, *, seed: int = 0) -> bool:
     """Make model, tokenizer, ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500) in ``folder``.
 
-    A row is ``{"prompt": "07+85=", "answer": "092"}``; no sum is in both files.
+    A row is ``{"prompt": "07+85=", "answer": "092"}``; no sum is in both files. ``pairs.jsonl``
+    (2,000 of the first) and ``pairs_eval.jsonl`` have ``chosen`` and ``rejected`` answers, and an
+    ``answer`` with the ``label`` whether it is right.
 
     Returns:
         Whether anything had to be made.
@@ -51,6 +54,27 @@ def _write_sums(folder: Path, seed: int) -> None:
     random.Random(seed).shuffle(sums)
     write_jsonl(folder / "eval.jsonl", sums[:EVALUATION_ROWS])
     write_jsonl(folder / "train.jsonl", sums[EVALUATION_ROWS:])
+    for name, rows in (("pairs", sums[-PAIRS:]), ("pairs_eval", sums[:EVALUATION_ROWS])):
+        write_jsonl(folder / f"{name}.jsonl", _pairs_of(rows, random.Random(f"{seed}/{name}")))
+
+
+def _pairs_of(sums: list[dict[str, str]], chance: random.Random) -> list[dict[str, Any]]:
+    """Each sum with its right answer, a wrong one, and one of the two with its label."""
+    rows = []
+    for row in sums:
+        right = row["answer"]
+        wrong = f"{(int(right) + chance.randrange(1, 199)) % 200:03d}"
+        good = chance.random() < 0.5
+        rows.append(
+            {
+                "prompt": row["prompt"],
+                "chosen": right,
+                "rejected": wrong,
+                "answer": right if good else wrong,
+                "label": good,
+            }
+        )
+    return rows
 
 
 def _pairs() -> list[tuple[int, int]]:
