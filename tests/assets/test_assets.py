@@ -150,7 +150,7 @@ def test_made_data_loads_with_the_made_tokenizer(quickstart):
     tokenizer = AutoTokenizer.from_pretrained(quickstart)
     dataset = load_dataset(Settings(), tokenizer, quickstart / "eval.jsonl")
     assert set(dataset.prompts.lengths.tolist()) == {6}
-    assert set(dataset.answers.lengths.tolist()) == {4}
+    assert set(dataset.responses["answer"].lengths.tolist()) == {4}
 
 
 def test_an_older_revision_is_made_anew(quickstart, tmp_path):
