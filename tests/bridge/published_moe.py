@@ -1,5 +1,7 @@
-"""config.json of published models with experts."""
+"""config.json of published models with experts; as a command, that of the model it names."""
 
+import json
+import sys
 from typing import Any
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -254,3 +256,6 @@ PUBLISHED["moonshotai/Moonlight-16B-A3B"] = {
     "max_position_embeddings": 8192,
     "vocab_size": 163840,
 }
+
+if __name__ == "__main__":
+    print(json.dumps(PUBLISHED[sys.argv[1]]))

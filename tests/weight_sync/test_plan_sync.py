@@ -97,7 +97,7 @@ def test_the_table_names_every_link_and_rank(
     write(tmp_path, QWEN3_8B, "{tp: 2, pp: 2, dp: 4}", "{tp: 4, dp: 2}", 3)
     assert main(["plan-sync", "recipe.yaml", "--ranks"]) == 0
     out = capsys.readouterr().out
-    assert "16 trainer ranks (tp=2,pp=2,dp=4) -> 2 engine(s) of tp 4, on 3 host(s)" in out
+    assert "16 trainer ranks (tp=2,pp=2,dp=4) -> 2 engine(s) of tp 4 (cuda), on 3 host(s)" in out
     assert "lower bound" in out and "gathering would move" in out
     assert "host 2" in out
 
@@ -117,6 +117,52 @@ def test_deepseek_v3_on_1024_ranks_to_512(
     assert total["moved"] == total["lower_bound"] == total["needed"]
     assert sum(sent["network"] for sent in found["sent"]) == total["network"] == total["moved"]
     assert total["moved"] < total["gathered"] / 30
+
+
+def test_a_transport_of_whole_tensors_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 2}", "{tp: 2, dp: 2}", 1)
+    direct = planned(capsys)["bytes"]
+    over = planned(capsys, "roles.rollout.sync.transport=broadcast")
+    model = over["bytes"]["model"]
+    assert over["transport"] == "broadcast" and "mode" not in over and "sent" not in over
+    assert over["bytes"]["to server ranks"] == 4 * model
+    assert over["bytes"]["direct"] == direct["moved"]
+    disk = "roles.rollout.sync={transport: disk, directory: ., full_every: 5}"
+    assert planned(capsys, disk)["bytes"]["written"] == model
+    assert main(["plan-sync", "recipe.yaml", disk]) == 0
+    out = capsys.readouterr().out
+    assert "4 of 5 versions are what changed alone" in out and "transport: disk moves whole" in out
+    assert "engine rank" not in out
+
+
+def test_modes_differ_in_the_memory_that_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 2}", "{tp: 2}", 1)
+    standby = planned(capsys)
+    assert standby["mode"] == "standby" and standby["memory"] >= standby["bytes"]["needed"]
+    bucketed = "roles.rollout.sync={mode: bucketed, bucket: 64MiB}"
+    assert planned(capsys, bucketed)["memory"] == 128 << 20
+    assert main(["plan-sync", "recipe.yaml", bucketed]) == 0
+    assert "mode bucketed: at most 134.22 MB" in capsys.readouterr().out
+
+
+def test_the_local_engine_is_on_the_cpu_and_a_missing_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, QWEN3_8B, "{tp: 2}", "{dp: 2}", 1)
+    assert planned(capsys, "roles.rollout.engine=local")["device"] == "cpu"
+    assert planned(capsys)["device"] == "cuda"
+    command = ["plan-sync", "recipe.yaml", "roles.rollout.engine=local"]
+    assert main([*command, "--device", "cuda"]) == 2
+    assert "the local engine runs on the CPU" in capsys.readouterr().err
+    assert main([*command, "model.path=absent"]) == 2
+    assert "there is no absent/config.json" in capsys.readouterr().err
 
 
 def test_a_run_without_rollout_has_nothing_to_plan(
