@@ -254,21 +254,39 @@ def test_reinforce_needs_no_old_logprobs(workspace: Path):
     assert faults_of("dataflow=gpg", "roles.actor.mini_batches=2") == []
 
 
-def differing_lines(name: str) -> set[str]:
-    """Lines of a shipped dataflow that GRPO's lacks, and the reverse, comments aside."""
-    other = (SHIPPED / f"{name}.yaml").read_text()
+def differing_lines(name: str, base: str = "grpo") -> set[str]:
+    """Lines of a shipped dataflow that another lacks, and the reverse, comments aside."""
+    before, after = ((SHIPPED / f"{n}.yaml").read_text() for n in (base, name))
     return {
         f"{line[0]} {' '.join(line[1:].split())}"
-        for line in difflib.ndiff(GRPO.splitlines(), other.splitlines())
+        for line in difflib.ndiff(before.splitlines(), after.splitlines())
         if line[0] in "+-" and not line[1:].lstrip().startswith("#")
     }
+
+
+def lines_of(block: str) -> set[str]:
+    return {f"{row[0]} {' '.join(row[1:].split())}" for row in block.splitlines()}
+
+
+BESIDE = [
+    ("PPO's graph beside GRPO's", "ppo", "grpo"),
+    ("Its graph beside PPO's", "safe_rlhf", "ppo"),
+    ("ReMax's graph beside \\[PPO's\\]", "remax", "ppo"),
+]
+
+
+@pytest.mark.parametrize(("lead", "name", "base"), BESIDE)
+def test_the_guide_shows_graphs_beside_each_other(lead: str, name: str, base: str):
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    (block,) = re.findall(lead + r"[^\n]*\n\n```diff\n(.*?)```", page, re.DOTALL)
+    assert lines_of(block) == differing_lines(name, base)
 
 
 def test_the_guide_shows_the_differences():
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     shown: dict[str, set[str]] = {}
     for name, block in re.findall(r"### `(\w+)`\n.*?```diff\n(.*?)```", page, re.DOTALL):
-        shown[name] = {f"{row[0]} {' '.join(row[1:].split())}" for row in block.splitlines()}
+        shown[name] = lines_of(block)
     assert set(shown) == set(FLOWS)
     for name, lines in shown.items():
         assert lines == differing_lines(name), name
