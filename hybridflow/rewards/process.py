@@ -54,6 +54,7 @@ class ScoringProcess:
         self._incoming = Incoming()
         self._end: tuple[int, str] | None = None
         self._said_ready = False
+        self._seconds = 0.0
         self._pending = pickle.dumps(load)
         self.timed_out = False
 
@@ -77,6 +78,7 @@ class ScoringProcess:
 
     def send(self, work: Work, seconds: float) -> None:
         """Hand over items to score."""
+        self._seconds = work.seconds
         self._send(pickle.dumps(work), seconds)
 
     def _send(self, body: bytes, seconds: float) -> None:
@@ -132,7 +134,7 @@ class ScoringProcess:
         code, stack = self._finish(patience=_LEAVE_SECONDS)
         if stack.startswith("Timeout"):
             self.timed_out = True
-            return f"did not end in time; it was at\n{_latest_calls(stack)}"
+            return f"did not end within {self._seconds:g} s; it was at\n{_latest_calls(stack)}"
         if code < 0:
             return f"ended its process by {signal.Signals(-code).name}"
         return f"ended its process with exit code {code}"

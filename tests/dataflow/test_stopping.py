@@ -89,11 +89,12 @@ def test_a_hanging_reward_ends_at_its_deadline(recipe_file, tmp_path) -> None:
     run = TrainCommand(
         recipe_file,
         f"roles.reward.function={path}:sleepy",
+        "roles.reward.sample_timeout_seconds=2",
         "roles.reward.timeout_seconds=5",
         "warm_start=null",
     )
     assert run.wait() == 1
-    assert "sleepy" in run.output and "5 s" in run.output, run.output
+    assert "in sleepy" in run.output and "did not end within 2 s" in run.output, run.output
     assert not run.left_over()
 
 

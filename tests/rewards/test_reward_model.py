@@ -63,9 +63,13 @@ def test_without_a_pad_token_of_its_own_nothing_is_padded(tmp_path):
     assert found == pytest.approx([direct(plain, "2+2=4"), direct(plain, "2+2=44444")], abs=1e-6)
 
 
-def test_a_suffix_follows_the_response_and_a_sample_too_long_fails_alone(folder):
+def test_a_suffix_follows_the_response(folder):
     (found,) = RewardModel(path=folder, suffix="=").score(items("4"))
     assert found == pytest.approx(direct(folder, "2+2=4="), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_too_long_fails_alone(folder):
     with Scorer("reward_model", {"path": folder, "batch": 1}) as scorer:
         first, second = scorer.score(items("4", "4" * 20), 120)
     assert first == pytest.approx(direct(folder, "2+2=4"), abs=1e-6)
