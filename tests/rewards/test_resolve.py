@@ -1,8 +1,10 @@
 """From a name in a recipe to a function with checked parameters."""
 
+import json
+
 import pytest
 
-from hybridflow.rewards import resolve
+from hybridflow.rewards import REWARDS, importable, resolve
 
 SOURCE = """
 LIMIT = 3
@@ -105,3 +107,11 @@ def test_a_file_that_fails_names_its_error(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     with pytest.raises(ValueError, match="fails when run.*nothing_of_this_name"):
         resolve("broken.py:fn", base=tmp_path)
+
+
+def test_a_reward_registered_from_python_is_found_by_its_path_elsewhere(monkeypatch):
+    monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
+    REWARDS.register("mine", json.JSONDecoder)
+    assert importable("mine") == "json.decoder.JSONDecoder"
+    for name in ("exact_match", "math_verify", "pkg.mod.fn", "file.py:fn"):
+        assert importable(name) == name
