@@ -17,10 +17,12 @@ from hybridflow.dataflow.runner import Runner
 from hybridflow.dataflow.state import Change
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
+from hybridflow.dataflow.utilisation import Utilisation
 from hybridflow.dataflow.warnings import Watch
 from hybridflow.monitor import Console, RunWriter
-from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.rollout.engines import FleetEvent
+from hybridflow.workers.model import ModelWorker
 
 
 @dataclass
@@ -137,6 +139,7 @@ class Trainer:
         column = self._plan.recipe.data.source_column
         observer = Observer(stage.graph, kinds, self._decode, column)
         watch = Watch(stage.steps)
+        use = self._utilisation(stage)
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
         for step in range(done + 1, stage.steps + 1):
             self._state.apply()
@@ -144,18 +147,28 @@ class Trainer:
             start = time.perf_counter()
             outcome = steps.run(StepContext(stage.name, step, stage.steps, before + step))
             self._state.put(step=before + step, weight_version=self._team.version)
-            metrics = self._record(outcome, observer, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            metrics = self._record(outcome, observer, use, seconds)
             for text in watch.see(step, metrics):
                 self._records.event("warning", text)
             controllers.move(self._state, self._plan.recipe, metrics, stage.samples)
             self._finish_checkpoint()
 
-    def _record(self, outcome: StepOutcome, observer: Observer, seconds: float) -> dict[str, float]:
+    def _utilisation(self, stage: Stage) -> Utilisation | None:
+        if ACTOR not in stage.trained:
+            return None
+        device = self._team.groups[ACTOR].run(ModelWorker.device_name)[0]
+        return Utilisation(self._plan, stage, device)
+
+    def _record(
+        self, outcome: StepOutcome, observer: Observer, use: Utilisation | None, seconds: float
+    ) -> dict[str, float]:
         """Keep and show the step; its metrics."""
         context = outcome.context
         metrics = observer.metrics(outcome, self._team.last_publish) | self._team.memory
         if "update/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["update/tokens"] / seconds
+        metrics |= {} if use is None else use.metrics(outcome)
         metrics |= {f"state/{name}": value for name, value in self._state.moved().items()}
         rollouts = observer.rollouts(outcome)
         self._records.writer.rollouts(context.step, rollouts, stage=context.stage)

@@ -15,6 +15,7 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("KL to the reference", (("update/kl", "KL"),)),
     ("Loss", (("update/loss", "loss"),)),
     ("Response length, tokens", (("length/mean", "mean"), ("length/max", "max"))),
+    ("Advantages", (("advantage/abs_mean", "mean size"), ("advantage/zero_share", "share of 0"))),
     ("Gradient norm", (("update/grad_norm", "norm"),)),
     ("Learning rate", (("update/lr", "lr"),)),
     ("Throughput, tokens/s", (("throughput/tokens_per_second", "tokens/s"),)),

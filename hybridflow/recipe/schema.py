@@ -41,6 +41,11 @@ class ClusterSection(Section):
 
     nodes: Count = Field(default=1, description="number of machines")
     devices_per_node: Count = Field(examples=[1], description="GPUs, or CPU slots, per machine")
+    peak_tflops: Positive | None = Field(
+        default=None,
+        description="dense TFLOP/s of a device in model.dtype, for `throughput/mfu`; null: by the "
+        "GPU's name where it is known",
+    )
 
 
 class DataSection(Section):

@@ -131,6 +131,13 @@ class ModelWorker:
         self._engine.begin_stage(optimizer)
 
     @transfer(GATHER)
+    def device_name(self) -> str:
+        """What this rank computes on, as its maker calls it."""
+        from megatron_bridge.runtime import device
+
+        return device.name()
+
+    @transfer(GATHER)
     def seat(self) -> Seat:
         """Where this rank runs."""
         from megatron_bridge.runtime import device

@@ -23,6 +23,11 @@ def select(local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 
 
+def name() -> str:
+    """Of the GPU, as its maker calls it; "cpu" without one."""
+    return torch.cuda.get_device_name() if on_gpu() else "cpu"
+
+
 def index() -> int | None:
     """The GPU's number on this machine; None without one."""
     return visible()[torch.cuda.current_device()] if on_gpu() else None

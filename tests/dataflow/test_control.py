@@ -297,7 +297,13 @@ class Visitor(SerialRunner):
 
 
 def test_during_a_run(make_recipe, tmp_path: Path) -> None:
-    told = ("control={}", "warm_start=null", "roles.actor.optimizer.schedule=constant", "steps=2")
+    told = (
+        "control={}",
+        "cluster.peak_tflops=0.5",
+        "warm_start=null",
+        "roles.actor.optimizer.schedule=constant",
+        "steps=2",
+    )
     plan = compile_recipe(make_recipe(*told))
     visitor = Visitor(tmp_path / "run")
     folder = train(plan, lambda logs: LocalSession(), LaunchOptions(live=False), visitor)
@@ -309,6 +315,8 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
 
     rows = [row["metrics"] for row in read_metrics(folder)]
     assert not any(name.startswith("ppo_") for name, _ in parsed(first["metrics"].text))
+    used = rows[0]["throughput/update_tflops"]
+    assert used > 0 and rows[0]["throughput/mfu"] == pytest.approx(used / 0.5)
     labels = 'run="tiny",stage="main"'
     found = parsed(second["metrics"].text)
     assert found["ppo_reward_mean", labels] == rows[0]["reward/mean"]

@@ -12,6 +12,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NAMES: dict[str, tuple[str, str]] = {
     "reward/mean": ("ppo_reward_mean", "mean reward of the step's samples"),
     "reward/std": ("ppo_reward_std", "standard deviation of the step's rewards"),
+    "critic/explained_variance": ("critic_explained_variance", "how well values tell returns"),
     "reward/max": ("ppo_reward_max", "largest reward of the step"),
     "eval/reward": ("eval_reward_mean", "mean reward on the held-out rows"),
     "update/kl": ("ppo_kl_divergence", "KL to the reference, nats a token"),
@@ -26,6 +27,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "generate/seconds": ("actor_generation_seconds", "time of sampling in the step"),
     "update/seconds": ("actor_update_seconds", "time of the optimizer steps"),
     "publish/seconds": ("actor_publish_seconds", "time of bringing weights to the servers"),
+    "throughput/mfu": ("train_model_flops_utilisation", "of the actor's updates"),
     "throughput/tokens_per_second": ("train_tokens_per_second", "response tokens a second"),
     "weights/version": ("rollout_weight_version", "version that the servers hold"),
 }
