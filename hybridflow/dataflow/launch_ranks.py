@@ -21,6 +21,7 @@ from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.trainer import Records, Trainer
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.signature import MEGATRON_KINDS
 
 _OPENED = "where the run goes on from"
 
@@ -28,7 +29,7 @@ _OPENED = "where the run goes on from"
 def check_plan(plan: Plan, world: int) -> None:
     """ValueError when a plan cannot run on ``world`` ranks of torchrun without Ray."""
     kinds = plan.recipe.roles.kinds()
-    if others := [role for role in plan.roles if kinds[role] != "model"]:
+    if others := [role for role in plan.roles if kinds[role] not in MEGATRON_KINDS]:
         raise ValueError(
             f"torchrun runs dataflows of models alone, and this one acts on {', '.join(others)}; "
             "run it with Ray: `hybridflow train RECIPE` without torchrun, on several machines with "

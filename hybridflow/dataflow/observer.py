@@ -43,7 +43,7 @@ class Observer:
             n for n in graph.nodes if any(_is(n, kinds, kind, "score") for kind in scorers)
         ]
         self._updating = [n for n in graph.nodes if n.role is not None and n.call == "update"]
-        self._measuring = [n for n in graph.nodes if _is(n, kinds, "model", "evaluate")]
+        self._measuring = [n for n in graph.nodes if n.role is not None and n.call == "evaluate"]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
         self._constant = ConstantReward()

@@ -14,7 +14,7 @@ from hybridflow.dataflow.soundness import old_is_current, require_sound
 from hybridflow.dataflow.steps import Operation, StepContext
 from hybridflow.dataflow.team import Team
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import signature
+from hybridflow.recipe.catalogue import SCORE_LOSSES, signature
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.graph import Node
 from hybridflow.recipe.schema import Recipe
@@ -144,7 +144,9 @@ def _values(node: Node, around: Surroundings, batch: Batch, context: StepContext
 def _update_values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     role = str(node.role)
     loss = around.team.value_loss(around.stage, role, node.options["loss"])
-    metrics = around.team.groups[role].run(ModelWorker.update_values, batch, loss)
+    scores = loss.name in SCORE_LOSSES
+    method = ModelWorker.update_scores if scores else ModelWorker.update_values
+    metrics = around.team.groups[role].run(method, batch, loss)
     if "values" in batch:
         found = explained_variance(batch["values"].values, batch["returns"].values)
         metrics = {**metrics, "explained_variance": found}
@@ -160,6 +162,13 @@ def _evaluate(node: Node, around: Surroundings, batch: Batch, context: StepConte
         agreement_bound=None,
     )
     return _of_run("metrics", around.team.evaluate(str(node.role), batch, loss))
+
+
+def _evaluate_scores(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
+    role = str(node.role)
+    loss = around.team.value_loss(around.stage, role, node.options["loss"])
+    metrics = around.team.groups[role].run(ModelWorker.evaluate_scores, batch, loss)
+    return _of_run("metrics", metrics)
 
 
 def _publish(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
@@ -185,6 +194,7 @@ CALLS: dict[tuple[str, str], Callable[..., Batch]] = {
     ("value", "values"): _values,
     ("value", "score"): _score_by_model,
     ("value", "update"): _update_values,
+    ("value", "evaluate"): _evaluate_scores,
     ("value", "save"): _save,
     ("model", "publish"): _publish,
     ("model", "save"): _save,

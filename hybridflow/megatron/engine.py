@@ -31,6 +31,7 @@ from hybridflow.megatron.head import VALUE, VOCABULARY, model_config
 from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
+from hybridflow.megatron.reward_loss import ScoreUpdateLoss, check_pairs, pair_rows
 from hybridflow.megatron.rows import check_fields, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
 from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
@@ -191,6 +192,31 @@ class Engine:
             value_rows(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)
         ]
         return self._optimise(parts, ValueUpdateLoss(loss, self._packed.device), loss)
+
+    def update_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """``update`` of a reward model.
+
+        Args:
+            batch: this data-parallel rank's pairs: ``prompts``, ``responses`` with one more token
+                each, before which the last value stands, and perhaps ``margins``.
+        """
+        self._require_head(VALUE)
+        check_pairs(batch, loss)
+        parts = [pair_rows(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)]
+        return self._optimise(parts, ScoreUpdateLoss(loss, self._packed.device), loss)
+
+    def evaluate_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """The loss of a reward model on pairs and what it measures, without a step."""
+        self._require_head(VALUE)
+        check_pairs(batch, loss)
+        self.switch_to_training()
+        rows = pair_rows(batch, loss, *self._packing())
+        (packs,) = in_lockstep([rows.packs], self.config.layout)
+        measured = ScoreUpdateLoss(loss, self._packed.device)
+        if packs:
+            pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
+            self._packed.evaluate(packs, loss.temperature, pack_loss)
+        return measured.reduce([rows])
 
     def _optimise(self, parts: list[Any], measured: Any, loss: _Passes) -> dict[str, float]:
         """``loss.epochs`` passes of an optimizer step per part.

@@ -62,11 +62,11 @@ class PackedModel:
             return self._run(packs, collect, forward_only=True)
 
     def evaluate(self, packs: list[Pack], temperature: float, loss: PackLoss) -> None:
-        """Calls ``loss`` with every pack's logits, without gradient."""
+        """Calls ``loss`` with every pack's logits or values, without gradient."""
 
         def look(pack: Pack) -> Callable[..., Tensor]:
-            return lambda logits_1RV, non_loss_data: loss(
-                pack, self._logits(pack, logits_1RV, temperature)
+            return lambda output_1RX, non_loss_data: loss(
+                pack, self._output(pack, output_1RX, temperature)
             )
 
         with torch.no_grad():

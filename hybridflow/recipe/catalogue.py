@@ -34,7 +34,7 @@ from hybridflow.recipe.catalogue_fields import (
     takes,
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
-from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES, VALUE_LOSSES
+from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES, SCORE_LOSSES, VALUE_LOSSES
 from hybridflow.recipe.catalogue_rewards import REWARDS as REWARDS
 from hybridflow.recipe.signature import Option, RoleKind, Signature
 
@@ -210,17 +210,35 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "responses": takes(RESPONSES),
             "values": takes(VALUES, optional=True, description="values before the update"),
             "returns": takes(RETURNS, optional=True),
+            "margins": takes(MARGINS, optional=True),
         },
         {"metrics": field_type(Axis.RUN, "object", "what the step measured, by name")},
         {
             "loss": Option(
                 "str",
                 required=True,
-                choices=tuple(VALUE_LOSSES),
+                choices=(*VALUE_LOSSES, *SCORE_LOSSES),
                 description="the loss to minimise",
             )
         },
         trainable=True,
+    ),
+    ("value", "evaluate"): Signature(
+        "The loss of a reward model on pairs that are not trained on.",
+        {
+            "prompts": takes(PROMPTS),
+            "responses": takes(RESPONSES),
+            "margins": takes(MARGINS, optional=True),
+        },
+        {"metrics": field_type(Axis.RUN, "object", "what was measured, by name")},
+        {
+            "loss": Option(
+                "str",
+                required=True,
+                choices=tuple(SCORE_LOSSES),
+                description="the loss to report",
+            )
+        },
     ),
     ("model", "publish"): Signature(
         "Stream the weights into the rollout role named by `to` and prove them by checksum.",

@@ -117,3 +117,14 @@ VALUE_LOSSES = Registry(
         "value_mse": LossEntry("half the squared error of the value", ("returns",)),
     },
 )
+
+SCORE_LOSSES: dict[str, LossEntry] = {
+    "bradley_terry": LossEntry(
+        "a reward model's on pairs: the value after a response's last token is its score",
+        samples=2,
+    ),
+    "bradley_terry_token": LossEntry(
+        "the same with the mean of the values after each of its tokens", samples=2
+    ),
+}
+"""Losses of reward models."""

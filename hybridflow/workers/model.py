@@ -125,6 +125,18 @@ class ModelWorker:
         with _computing:
             return self._engine.update_values(batch, loss)
 
+    @transfer(DATA_PARALLEL)
+    def update_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """``update`` of a reward model on pairs."""
+        with _computing:
+            return self._engine.update_scores(_with_margins(batch), loss)
+
+    @transfer(DATA_PARALLEL)
+    def evaluate_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
+        """The loss of a reward model on pairs, without a step."""
+        with _computing:
+            return self._engine.evaluate_scores(_with_margins(batch), loss)
+
     @transfer(ONE_TO_ALL)
     def begin_stage(self, optimizer: OptimizerSettings) -> None:
         """A fresh optimizer and learning-rate schedule for the next stage."""
@@ -215,6 +227,11 @@ def with_next_token(batch: Batch) -> Batch:
     values_T[own_T] = responses.values
     told = batch.select(["prompts", "responses"])
     return told.with_field("responses", Axis.TOKENS, Ragged(values_T, offsets))
+
+
+def _with_margins(batch: Batch) -> Batch:
+    told = with_next_token(batch)
+    return told.union(batch.select(["margins"])) if "margins" in batch else told
 
 
 _setting_up = threading.Lock()

@@ -24,6 +24,11 @@ def test_a_plan_that_does_not_fit_is_refused(write_recipe, dataflow, overrides, 
         check_plan(plan, 2)
 
 
+def test_a_reward_model_fits(write_recipe):
+    told = ["roles.actor.parallel.dp=2", "roles.critic={optimizer: {lr: 1e-3}}"]
+    check_plan(compile_recipe(load_recipe(write_recipe("reward_model"), told)), 2)
+
+
 def test_a_plan_that_fits(write_recipe):
     told = ["roles.actor.parallel.dp=2", "roles.reference={colocate: actor}"]
     check_plan(compile_recipe(load_recipe(write_recipe("dpo"), told)), 2)

@@ -41,7 +41,16 @@ def test_the_package_ships_the_dataflows():
             "grpo_shuffled",
         ],
         *["gspo", "ipo", "kto", "opo", "orpo", "ppo", "prime", "reinforce_pp"],
-        *["reinforce_pp_baseline", "remax", "rloo", "safe_rlhf", "sapo", "sft", "simpo"],
+        *[
+            "reward_model",
+            "reinforce_pp_baseline",
+            "remax",
+            "rloo",
+            "safe_rlhf",
+            "sapo",
+            "sft",
+            "simpo",
+        ],
     }
     assert SHIPPED.resolve() == ROOT / "recipes" / "dataflows"
     for name in shipped():

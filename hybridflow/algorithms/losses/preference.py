@@ -89,7 +89,7 @@ def dpo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     margin_N = _margins(rewards_S)
     share = settings.label_smoothing
     right_N, wrong_N = functional.logsigmoid(margin_N), functional.logsigmoid(-margin_N)
-    return _of_pairs(-(1 - share) * right_N - share * wrong_N, rewards_S)
+    return of_pairs(-(1 - share) * right_N - share * wrong_N, rewards_S)
 
 
 def ipo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
@@ -104,7 +104,7 @@ def ipo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     """
     ratios_S = responses.log_ratios_S / responses.lengths_S
     loss_N = (_margins(ratios_S) - 1 / (2 * settings.beta)) ** 2
-    return _of_pairs(loss_N, settings.beta * responses.log_ratios_S)
+    return of_pairs(loss_N, settings.beta * responses.log_ratios_S)
 
 
 def orpo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
@@ -121,7 +121,7 @@ def orpo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     log_odds_N = _margins(means_S - _log1m_exp(means_S))
     nll_N = -means_S.view(-1, 2)[:, 0]
     loss_N = nll_N - settings.odds_weight * functional.logsigmoid(log_odds_N)
-    found = _of_pairs(loss_N, settings.odds_weight * means_S)
+    found = of_pairs(loss_N, settings.odds_weight * means_S)
     parts = {"nll": nll_N.detach(), "log_odds": log_odds_N.detach()}
     return PreferenceLoss(loss_N, found.metrics | parts)
 
@@ -135,7 +135,7 @@ def simpo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     """
     rewards_S = settings.beta * responses.means_S
     loss_N = -functional.logsigmoid(_margins(rewards_S) - settings.target_margin)
-    return _of_pairs(loss_N, rewards_S)
+    return of_pairs(loss_N, rewards_S)
 
 
 def kto(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
@@ -195,7 +195,7 @@ def _margins(values_S: Tensor) -> Tensor:
     return chosen_N - rejected_N
 
 
-def _of_pairs(loss_N: Tensor, rewards_S: Tensor) -> PreferenceLoss:
+def of_pairs(loss_N: Tensor, rewards_S: Tensor) -> PreferenceLoss:
     """With the metrics of every loss of pairs."""
     chosen_N, rejected_N = rewards_S.detach().view(-1, 2).unbind(1)
     metrics = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import LOSSES, VALUE_LOSSES, signature
+from hybridflow.recipe.catalogue import LOSSES, SCORE_LOSSES, VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
@@ -51,7 +51,8 @@ def response_faults(context: Context) -> Iterator[Fault]:
     """Losses of whole responses without their responses, or with settings of token losses."""
     for stage in context.stages:
         for node in stage.graph.nodes:
-            loss = LOSSES.get(str(node.options.get("loss")))
+            told = str(node.options.get("loss"))
+            loss = LOSSES.get(told) or SCORE_LOSSES.get(told)
             if loss is None or loss.samples is None:
                 continue
             name = node.options["loss"]

@@ -1,0 +1,60 @@
+"""Reward models: pairs, margins, both heads, and a folder that transformers scores with."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hybridflow.algorithms.losses.reward_model import METRICS, SCORE_LOSSES, bradley_terry
+from hybridflow.data import load_dataset
+from hybridflow.recipe import catalogue
+from tests.data.settings import Settings
+
+CRITIC = "roles.critic={optimizer: {lr: 3.0e-3}, micro_batch_tokens: 60}"
+
+
+def test_by_hand_and_in_double_precision():
+    scores_S = torch.tensor([1.0, -0.5, 2.0, 2.5], dtype=torch.float64, requires_grad=True)
+    margins_N = torch.tensor([0.2, 0.0], dtype=torch.float64)
+    found = bradley_terry(scores_S, margins_N)
+    exact = [math.log(1 + math.exp(-(gap))) for gap in (1.5 - 0.2, -0.5)]
+    assert found.loss_N.tolist() == pytest.approx(exact, rel=1e-12)
+    found.loss_N.sum().backward()
+    slopes = [-1 / (1 + math.exp(gap)) for gap in (1.3, -0.5)]
+    wanted = [slopes[0], -slopes[0], slopes[1], -slopes[1]]
+    assert scores_S.grad is not None and scores_S.grad.tolist() == pytest.approx(wanted)
+    assert tuple(found.metrics) == METRICS
+    assert found.metrics["reward_accuracy"].tolist() == [1.0, 0.0]
+    assert set(SCORE_LOSSES) == set(catalogue.SCORE_LOSSES)
+
+
+def test_it_learns_and_transformers_gives_the_same_scores(run_recipe, assets: Path, tmp_path: Path):
+    steps = run_recipe("reward_model", CRITIC, "steps=6")
+    assert steps[-1]["eval/loss"] < math.log(2) and steps[-1]["eval/reward_accuracy"] > 0.5
+    (folder,) = tmp_path.glob("run/export*")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "plain")
+    dataset = load_dataset(Settings(), tokenizer, assets / "eval.jsonl", ("prompts", "pairs"))
+    scores = []
+    for row in (dataset.row(index) for index in range(7)):
+        for ids in (row.chosen_ids, row.rejected_ids):
+            scores.append(model(torch.tensor([row.prompt_ids + ids])).logits[0, 0])
+    exact = bradley_terry(torch.stack(scores).detach())
+    assert steps[-1]["eval/loss"] == pytest.approx(exact.loss_N.mean().item(), rel=1e-4)
+    for name, values in exact.metrics.items():
+        assert steps[-1][f"eval/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_score_of_every_token_and_margins(run_recipe, tmp_path: Path):
+    path = tmp_path / "token.yaml"
+    path.write_text(
+        "inputs: [prompts, pairs, margins]\nnodes:\n  update:\n    {role: critic, call: update, "
+        "in: [prompts, {responses: pairs}, margins], loss: bradley_terry_token}\n"
+    )
+    overrides = (f"dataflow={path}", "evaluation=null", "steps=6", "data.prompts_per_step=24")
+    steps = run_recipe("reward_model", CRITIC, *overrides)
+    losses = [step[key] for step in steps for key in step if key.endswith("/loss")]
+    assert losses[-1] < losses[0]
