@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, InvalidStateError, wait
 from functools import partial
 from typing import Any, Self
@@ -29,7 +29,9 @@ from hybridflow.cluster.ranks_store import RanksStore
 from hybridflow.cluster.session import GroupRegister, Place, Pool, as_layout, leave
 from hybridflow.cluster.transfer import Piece
 from megatron_bridge.layout import ParallelLayout
-from megatron_bridge.runtime import device
+
+Join = Callable[[RanksStore], Any]
+"""Makes the job's process group from its store; gives one of gloo, for results."""
 
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0
@@ -39,7 +41,7 @@ _LAST_WORDS_SECONDS = 2.0
 class RanksSession:
     """One rank's view. Every group has all ranks of the job, whose processes its roles share.
 
-    ``store`` connects the ranks; the process group is made here. Timeouts are in seconds.
+    ``store`` connects the ranks; ``join`` makes the process group. Timeouts are in seconds.
     """
 
     separate_processes = True
@@ -47,6 +49,7 @@ class RanksSession:
     def __init__(
         self,
         store: RanksStore,
+        join: Join,
         *,
         start_timeout: float = 600.0,
         call_timeout: float = 3600.0,
@@ -57,7 +60,7 @@ class RanksSession:
         self._register = GroupRegister()
         # One lane for all groups: collectives of several must meet in one order on every rank.
         self._lane = Lane(f"rank-{self.rank}")
-        self._control = self._lane.submit(_join, store).result(timeout=start_timeout)
+        self._control = self._lane.submit(join, store).result(timeout=start_timeout)
 
     def pool(self, name: str, slots: int) -> Pool:
         """The ranks' own devices."""
@@ -118,17 +121,6 @@ class RanksSession:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         leave(self, error)
-
-
-def _join(store: RanksStore) -> Any:
-    """The job's process group, and one of gloo for results."""
-    import torch.distributed as dist
-
-    device.select(store.local_rank)
-    dist.init_process_group(
-        device.backend(), store=store.for_collectives, rank=store.rank, world_size=store.world
-    )
-    return dist.new_group(backend="gloo")
 
 
 class _Ranks:

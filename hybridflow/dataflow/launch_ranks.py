@@ -22,6 +22,7 @@ from hybridflow.dataflow.trainer import Records, Trainer
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.signature import MEGATRON_KINDS
+from hybridflow.workers.job_group import join
 
 _OPENED = "where the run goes on from"
 
@@ -67,7 +68,7 @@ def train_on_ranks(plan: Plan, store: RanksStore, options: LaunchOptions) -> Non
         told = None if resume is None else [str(resume.folder), asdict(resume.progress)]
         store.tell(_OPENED, json.dumps(told))
 
-    train(plan, lambda logs: RanksSession(store), options, SerialRunner(), opened)
+    train(plan, lambda logs: RanksSession(store, join), options, SerialRunner(), opened)
 
 
 def _follow(plan: Plan, store: RanksStore) -> None:
@@ -82,7 +83,7 @@ def _follow(plan: Plan, store: RanksStore) -> None:
         console = Console(plan.recipe.name, file=io.StringIO(), live=False)
         records = Records(writer, stack.enter_context(console))
         folder = _SharedFolder(Path(plan.recipe.folder))
-        session = stack.enter_context(RanksSession(store))
+        session = stack.enter_context(RanksSession(store, join))
         state = SharedState(live_values(plan))
         told = (records.fleet_event, folder.note_version)
         team = Team(plan, session, plan.stages[0], *told, state)

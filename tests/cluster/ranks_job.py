@@ -17,6 +17,7 @@ from hybridflow.cluster import (
     transfer,
 )
 from hybridflow.recipe.axes import Axis
+from hybridflow.workers.job_group import join
 from megatron_bridge.layout import ParallelLayout
 
 
@@ -47,7 +48,7 @@ def main(way: str) -> int:
         store.tell("greeting", "hello")
     assert store.hear("greeting") == "hello"
     try:
-        with RanksSession(store, call_timeout=120) as session:
+        with RanksSession(store, join, call_timeout=120) as session:
             pool = session.pool("all", 2)
             layout = ParallelLayout(dp=2)
             group = session.group("adder", Adder, layout, pool, {"start": 10})
