@@ -315,6 +315,13 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
 
     rows = [row["metrics"] for row in read_metrics(folder)]
     assert not any(name.startswith("ppo_") for name, _ in parsed(first["metrics"].text))
+    wanted = {
+        *("reward/mean", "reward/std", "reward/max", "length/mean", "length/truncated"),
+        *("advantage/mean", "advantage/std", "advantage/zero_share", "update/clip_fraction"),
+        *("update/entropy_estimate", "update/grad_norm", "update/rollout_gap_max"),
+        *("throughput/tokens_per_second", "throughput/mfu", "generate/seconds"),
+    }
+    assert wanted <= rows[0].keys()
     used = rows[0]["throughput/update_tflops"]
     assert used > 0 and rows[0]["throughput/mfu"] == pytest.approx(used / 0.5)
     labels = 'run="tiny",stage="main"'
