@@ -17,6 +17,7 @@ from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
 from hybridflow.recipe.graph_batches import batch_faults
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.registry import Registry
 
 PUBLISHED_ROLE = "actor"
 
@@ -164,9 +165,8 @@ class _TypeCheck:
             return
         if node.role not in self._kinds:
             what = f"node '{node.name}' acts on the role '{node.role}', which the recipe lacks"
-            yield Fault(
-                node.origin, what, f"{hint(node.role, self._kinds)} or add it under `roles`"
-            )
+            advice = Registry("role", self._kinds).advice(node.role)
+            yield Fault(node.origin, what, f"{advice}. Or add it under `roles`")
         elif node.call is not None and self._signatures[node.name] is None:
             kind = self._kinds[node.role]
             what = f"the role '{node.role}' ({kind}) has no call '{node.call}'"

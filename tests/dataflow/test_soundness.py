@@ -271,6 +271,7 @@ def test_a_run_without_signal_says_so(make_recipe, tmp_path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_group_of_one_ends_the_run(make_recipe) -> None:
     """`hybridflow check` finds it before; a plan that was never checked meets it in the step."""
     plan = compile_recipe(make_recipe("warm_start=null", "data.samples_per_prompt=1"))
