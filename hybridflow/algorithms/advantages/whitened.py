@@ -14,14 +14,17 @@ _VARIANCE_EPS = 1e-8
 
 
 def whiten(values_N: Tensor, counts_N: Tensor | None = None, *, shift_mean: bool = True) -> Tensor:
-    """``[N]`` float32 values of mean 0 and (unbiased) variance 1; zeros where all are equal.
+    """``[N]`` values of mean 0 and (unbiased) variance 1; zeros where all are equal.
+
+    float64 stays float64, so that values that differ by little keep their difference; all else
+    becomes float32.
 
     Args:
         counts_N: ``[N]`` how often each value counts, such as a response's tokens; None: once.
         shift_mean: whether the mean becomes 0; else it stays what it was, also where all values
             are equal.
     """
-    values_N = values_N.float()
+    values_N = values_N if values_N.dtype == torch.float64 else values_N.float()
     counted_N = values_N if counts_N is None else values_N[counts_N > 0]
     total = len(values_N) if counts_N is None else int(counts_N.sum())
     if total < 2 or bool(counted_N.amin() == counted_N.amax()):  # NaN equals nothing
@@ -69,7 +72,7 @@ def reinforce_pp(
             )
         kl_T = kl_divergence(logprobs.values.double(), ref_logprobs.values.double(), "k1")
         rewards_T = rewards_T - kl_coef * kl_T
-    return responses.with_values(whiten(discounted_sums(rewards_T, responses, gamma)))
+    return responses.with_values(whiten(discounted_sums(rewards_T, responses, gamma)).float())
 
 
 def reinforce_pp_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
