@@ -29,7 +29,7 @@ EXPERTS = {
     "ep2-within-tp2": ParallelLayout(tp=2, ep=2, etp=1),
     "pp2vpp2": ParallelLayout(pp=2, vpp=2),
 }
-QUICK = ("tp1", "tp2pp2", "etp2", "ep2tp2")
+QUICK = ("tp1", "tp2pp2", "ep2tp2")
 
 
 def _cases() -> list[Any]:

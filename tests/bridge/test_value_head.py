@@ -142,7 +142,10 @@ OTHERS = {"gemma3": ParallelLayout(pp=2), "gpt_oss": ParallelLayout(tp=2, pp=2)}
 OTHERS |= dict.fromkeys(("mixtral", "deepseek_v3"), ParallelLayout(pp=2, tp=2, ep=2, etp=1))
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind == "gpt_oss" else kind for kind in OTHERS],
+)
 def test_heads_on_other_families_with_tied_embeddings(kind, tmp_path):
     """A tied embedding is held on the first stage alone: the last ends in scores."""
     module = families_moe if kind in families_moe.CONFIGS else families_dense

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.bridge_cli.checkpoints import DEADLINE, fail, succeed, write_qwen3
 
 
@@ -30,6 +32,7 @@ def test_help_and_mistakes_import_no_torch():
         assert "--memory" in done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_share_the_work(tmp_path):
     source = write_qwen3(tmp_path / "source", hidden_size=256)
     there = tmp_path / "there"

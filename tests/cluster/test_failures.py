@@ -19,7 +19,9 @@ from tests.cluster.workers import Broken, Worker
 TWO = ParallelLayout(dp=2)
 
 
-@pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow), "raise"])
+@pytest.mark.parametrize(
+    "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("kill", "raise"))]
+)
 def test_the_failing_rank_is_named_while_its_peer_hangs(
     session: RaySession, pool: Pool, how: str
 ) -> None:

@@ -236,6 +236,7 @@ def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
     assert not values["temperature"].fixed
 
 
+@pytest.mark.slow
 def test_the_kl_coefficient_moves_between_steps(make_recipe) -> None:
     """By the paper's rule on the KL that each step measured, over a restart too."""
 

@@ -39,6 +39,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 @pytest.mark.timeout(600)
 def test_quickstart_on_sglang(quickstart: Path, tmp_path: Path) -> None:
