@@ -66,7 +66,7 @@ def test_shipped_recipes_are_sound_once_their_assets_exist(workspace: Path, path
     assert len(text.splitlines()) <= 40, "a recipe is at most a screen"
     config = {**CONFIG, "max_position_embeddings": 512}
     write_weights(workspace / "model", config)
-    for name, count in (("train", 128), ("eval", 3)):
+    for name, count in (("train", 512), ("eval", 3)):
         row = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3", "label": True}
         (workspace / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * count)
     (workspace / "python").write_text("#!/bin/sh\n")
