@@ -44,8 +44,6 @@ class RanksSession:
     ``store`` connects the ranks; ``join`` makes the process group. Timeouts are in seconds.
     """
 
-    separate_processes = True
-
     def __init__(
         self,
         store: RanksStore,

@@ -74,7 +74,7 @@ class VersionWriter:
                 little space.
         """
         state, self._state = self._state, None
-        if full or state is None or self._since_full + 1 >= self._full_every:
+        if full or state is None or self._full_is_due():
             if state is not None:
                 state.close()
             return self._write_full(weights, version, replace=full)
@@ -85,6 +85,13 @@ class VersionWriter:
             raise
         self._state, self._since_full = state, self._since_full + 1
         return target
+
+    def writes_full(self) -> bool:
+        """Whether the next version is a full one, were it not asked for."""
+        return self._state is None or self._full_is_due()
+
+    def _full_is_due(self) -> bool:
+        return self._since_full + 1 >= self._full_every
 
     def _write_full(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int, replace: bool

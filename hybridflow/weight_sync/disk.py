@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.weight_sync.checksum import ServerDigest
-from hybridflow.weight_sync.delta import VersionWriter, is_delta, whole_version
+from hybridflow.weight_sync.delta import VersionWriter, whole_version
 from hybridflow.weight_sync.disk_proof import TensorHashes, require_tensors
 from hybridflow.weight_sync.inbox import WeightMismatch
 from hybridflow.weight_sync.live_digest import live_digest
@@ -72,13 +72,13 @@ class DiskOutbox:
             remove_versions(self._directory, keep=version - 1)
         wiring = self._wiring
         digest = ServerDigest(wiring.config, wiring.tp, wiring.ep, wiring.device)
-        hashes = TensorHashes(wiring.config)
-        watched = hashes.watch(digest.watch(weights))
+        hashes, watched = TensorHashes(wiring.config), digest.watch(weights)
+        if again or self._writer.writes_full():  # a delta has its tensors' hashes in itself
+            watched = hashes.watch(watched)
         folder = self._writer.write(watched, version, full=again)
         self._written = version
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
-        tensors = {} if is_delta(folder) else hashes.tensors
-        return WrittenVersion(version, digest.result(), size, tensors)
+        return WrittenVersion(version, digest.result(), size, hashes.tensors)
 
     def close(self) -> None:
         """Give the last version's bytes back."""
