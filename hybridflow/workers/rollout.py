@@ -170,6 +170,7 @@ class RolloutWorker:
         inbox = make_inbox(wiring, engine, self._folder, this_node().address)
         self._side = EngineSide(engine, inbox, self._publication_client, wiring.sync.pause)
         self._publication_seconds = wiring.sync.seconds
+        self._close_publishing()
 
     @transfer(ONE_TO_ALL, beside=True)
     def publication(self, phase: str, version: int, *args: Any) -> PhaseReport:
@@ -198,6 +199,11 @@ class RolloutWorker:
 
     def _stop_server(self) -> None:
         self._client.close()
+        self._close_publishing()
+        self._server.stop()
+
+    def _close_publishing(self) -> None:
+        """The next publication's client has the present server and deadline."""
         if self._publishing is not None:
             self._publishing.close()
-        self._server.stop()
+            self._publishing = None

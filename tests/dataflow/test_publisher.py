@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,12 @@ def kill(publisher: Publisher) -> None:
     psutil.wait_procs([server], 60)
 
 
+def stop(publisher: Publisher) -> None:
+    """Let the second engine's server hang."""
+    (server,) = psutil.Process(publisher.fleet.engines[1].health().pid).children()
+    server.suspend()
+
+
 def spoil(publisher: Publisher) -> None:
     """Change a byte of the slot that the second engine opened."""
     (path,) = publisher._links[NAMES[1]].__dict__["opened"]
@@ -158,6 +165,21 @@ def test_a_server_killed_in_a_publication_comes_back_with_its_version(
     assert answered(publisher) == {version}
     assert publisher.publish() == version + 1
     assert not publisher.last.failed and publishers.versions() == [str(version + 1)] * 2
+
+
+@pytest.mark.slow
+def test_a_hanging_server_is_named_within_the_deadline_of_a_publication(
+    publishers: Publishers,
+) -> None:
+    """Not that of a request, which is minutes; the first call that it left open is told."""
+    publisher = publishers.connect(timeout_seconds=3)
+    before(publisher, "confirm", lambda: stop(publisher))
+    version = publisher.publish()
+    assert [kind for kind, _ in publishers.kinds()] == ["quarantine", "repair", "readmission"]
+    told = publishers.events[0].text
+    assert re.search(r"pause_generation did not answer within 3 s.*the first: .*within 3 s", told)
+    assert publishers.versions() == [str(version)] * 2
+    assert answered(publisher) == {version}
 
 
 @pytest.mark.slow
