@@ -1,9 +1,6 @@
 """Plans: shipped recipes, batch algebra, pools, what is on and off, the words of explain."""
 
-import json
 from pathlib import Path
-
-import pytest
 
 from hybridflow.recipe.activate import SHIPPED, shipped
 from hybridflow.recipe.checks import check
@@ -12,10 +9,7 @@ from hybridflow.recipe.explain import explain
 from hybridflow.recipe.graph_load import load_graph
 from hybridflow.recipe.load import load_recipe
 
-from .conftest import CONFIG, write_weights
-
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def plan(*overrides: str) -> Plan:
@@ -55,35 +49,6 @@ def test_the_package_ships_the_dataflows():
     assert SHIPPED.resolve() == ROOT / "recipes" / "dataflows"
     for name in shipped():
         load_graph(SHIPPED / f"{name}.yaml")
-
-
-ROLLOUT = ("roles.rollout.python=./python", "roles.rollout.sampling.max_tokens=20")
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_are_sound_once_their_assets_exist(workspace: Path, path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 40, "a recipe is at most a screen"
-    config = {**CONFIG, "max_position_embeddings": 512}
-    write_weights(workspace / "model", config)
-    for name, count in (("train", 512), ("eval", 3)):
-        row = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3", "label": True}
-        (workspace / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * count)
-    (workspace / "python").write_text("#!/bin/sh\n")
-    (workspace / "python").chmod(0o755)
-    recipe = load_recipe(
-        path,
-        [
-            *("model.path=model", "data.train=train.jsonl", "data.eval=eval.jsonl"),
-            "data.max_prompt_tokens=20",
-            *(ROLLOUT if "rollout:" in text else ()),
-            *(["roles.teacher.model=model"] if "teacher:" in text else ()),
-            *(["warm_start.train=train.jsonl"] if "warm_start: {train" in text else ()),
-        ],
-    )
-    assert check(recipe) == []
-    cluster = recipe.cluster
-    assert compile_recipe(recipe).devices == cluster.nodes * cluster.devices_per_node
 
 
 def test_what_is_off(workspace: Path):
