@@ -1,8 +1,9 @@
 """The process in which rewards run: ``python -m hybridflow.rewards.child FD STACK_FD``.
 
 Users' code may hang, exit, fork or hold the interpreter for ever; here it harms no one else. The
-process ends itself when a sample's deadline passes, even while no Python code can run, and leaves
-the stack at STACK_FD for the message.
+worker sees in the ledger which calls are under way. It ends this process when one is late, even
+while no Python code can run; the stack is left at STACK_FD for the message. Should the worker die
+first, the process ends itself somewhat later.
 """
 
 from __future__ import annotations
@@ -14,17 +15,27 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.rewards.items import RewardItem
+from hybridflow.rewards.ledger import Ledger
 from hybridflow.rewards.resolve import Reward, resolve
 from hybridflow.rewards.results import InvalidResult, as_list, checked, shown
-from hybridflow.rewards.wire import Load, Work, read_body, send_body
+from hybridflow.rewards.wire import (
+    GRACE_SECONDS,
+    STACK_SIGNAL,
+    Load,
+    Work,
+    read_body,
+    send_body,
+)
 
 _TEXT_CHARACTERS = 2_000
+_ARM_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,30 @@ class _Voice:
         send_body(self._connection, json.dumps(message).encode())
 
 
+class _Fuse:
+    """Ends the process when its worker cannot: long after a call's deadline, told by a thread that
+    needs no interpreter. It is set anew once a second at most, since that starts a thread."""
+
+    def __init__(self, seconds: float, stack_fd: int) -> None:
+        self._seconds = seconds + _ARM_SECONDS + 2 * GRACE_SECONDS
+        self._stack_fd = stack_fd
+        self._armed = 0.0
+
+    def arm(self, now: float) -> None:
+        """From ``now`` on a call may be late."""
+        if now - self._armed > _ARM_SECONDS:
+            self._armed = now
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._stack_fd)
+
+
 def main(connection: socket.socket, stack_fd: int) -> None:
     """Serve until the worker closes its side."""
     voice = _Voice(connection)
     first = read_body(connection)
     if first is None:
         return
-    load: Load = pickle.loads(first)  # noqa: S301 - from the process that started this one
+    load: Load = pickle.loads(first[0])  # noqa: S301 - from the process that started this one
+    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False, chain=True)
     try:
         reward = resolve(load.name, load.parameters, base=load.base)
     except ValueError as error:
@@ -62,12 +90,17 @@ def main(connection: socket.socket, stack_fd: int) -> None:
         return
     voice.say("ready")
     with asyncio.Runner() as runner:
-        while (body := read_body(connection)) is not None:
+        while (received := read_body(connection)) is not None:
+            body, memory = received
+            assert memory is not None, "items come with a ledger"
             work: Work = pickle.loads(body)  # noqa: S301 - see above
-            if reward.is_async:
-                runner.run(_score_async(reward, work, voice, stack_fd))
-            else:
-                _score_plain(reward, work, voice, stack_fd)
+            fuse = _Fuse(work.seconds, stack_fd)
+            with Ledger(memory, work.items) as ledger:
+                if reward.is_async:
+                    runner.run(_score_async(reward, work, ledger, voice, fuse))
+                else:
+                    _score_plain(reward, work, ledger, voice, fuse)
+            faulthandler.cancel_dump_traceback_later()
             voice.say("end")
 
 
@@ -76,40 +109,42 @@ def _chunks(reward: Reward, items: Sequence[RewardItem]) -> Iterator[list[int]]:
         yield list(range(start, min(start + reward.batch, len(items))))
 
 
-def _score_plain(reward: Reward, work: Work, voice: _Voice, stack_fd: int) -> None:
+def _score_plain(reward: Reward, work: Work, ledger: Ledger, voice: _Voice, fuse: _Fuse) -> None:
     for chunk in _chunks(reward, work.items):
-        voice.say("start", chunk)
-        faulthandler.dump_traceback_later(work.seconds, exit=True, file=stack_fd)
+        fuse.arm(ledger.begin(chunk))
         items = [work.items[i] for i in chunk]
         try:
             result = reward.call(*reward.arguments(items))
         except BaseException as error:  # noqa: BLE001 - told to the worker
             result = _Raised(error)
-        faulthandler.cancel_dump_traceback_later()
-        _tell(reward, chunk, items, result, voice)
+        _tell(reward, chunk, items, result, ledger, voice)
 
 
-async def _score_async(reward: Reward, work: Work, voice: _Voice, stack_fd: int) -> None:
+async def _score_async(
+    reward: Reward, work: Work, ledger: Ledger, voice: _Voice, fuse: _Fuse
+) -> None:
     chunks = _chunks(reward, work.items)
 
     async def line() -> None:
         for chunk in chunks:
-            voice.say("start", chunk)
+            ledger.begin(chunk)
             items = [work.items[i] for i in chunk]
             call = asyncio.ensure_future(_guarded(reward, items))
             done, _ = await asyncio.wait({call}, timeout=work.seconds)
             if done:
                 result = _Raised(asyncio.CancelledError()) if call.cancelled() else call.result()
-                _tell(reward, chunk, items, result, voice)
+                _tell(reward, chunk, items, result, ledger, voice)
                 continue
             call.cancel()
             for index in chunk:
                 voice.say("timeout", index, f"did not end within {work.seconds:g} s")
+                ledger.fail(index)
 
-    heart = asyncio.ensure_future(_beat(work.seconds, stack_fd))
+    heart = asyncio.ensure_future(_beat(work.seconds, ledger, fuse))
+    await asyncio.sleep(0)  # the first beat comes before the first call
     await asyncio.gather(*[line() for _ in range(reward.calls_at_once)])
     heart.cancel()
-    faulthandler.cancel_dump_traceback_later()
+    await asyncio.wait({heart})
 
 
 async def _guarded(reward: Reward, items: list[RewardItem]) -> Any:
@@ -122,19 +157,26 @@ async def _guarded(reward: Reward, items: list[RewardItem]) -> Any:
         return _Raised(error)
 
 
-async def _beat(seconds: float, stack_fd: int) -> None:
-    """Ends the process when one call blocks all others for ``seconds``."""
+async def _beat(seconds: float, ledger: Ledger, fuse: _Fuse) -> None:
+    """Shows that no call blocks the others."""
     while True:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=stack_fd)
+        ledger.beat()
+        fuse.arm(time.monotonic())
         await asyncio.sleep(min(1.0, seconds / 4))
 
 
 def _tell(
-    reward: Reward, chunk: list[int], items: list[RewardItem], result: Any, voice: _Voice
+    reward: Reward,
+    chunk: list[int],
+    items: list[RewardItem],
+    result: Any,
+    ledger: Ledger,
+    voice: _Voice,
 ) -> None:
     if isinstance(result, _Raised):
         for index in chunk:
             voice.say("error", index, _raised_text(result.error))
+            ledger.fail(index)
         return
     results: list[Any] | None = [result]
     if reward.takes_batch:
@@ -146,7 +188,7 @@ def _tell(
     assert results is not None
     for index, item, value in zip(chunk, items, results, strict=True):
         try:
-            voice.say("done", index, checked(value, item))
+            ledger.score(index, checked(value, item))
         except InvalidResult as error:
             voice.say("invalid", index, str(error))
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hybridflow.rewards.wire import Incoming, Load, Work, send_body
+from hybridflow.rewards.wire import STACK_SIGNAL, Incoming, Load, Work, send_body
 
 _LEAVE_SECONDS = 1.0
 _KILL_SECONDS = 30.0
@@ -33,7 +33,7 @@ class ScoringProcess:
     """One process for one reward; loads it in the background.
 
     It inherits the environment and writes to this process's stdout and stderr. It ends with
-    ``end``, when this process ends, or by itself when a call's deadline passes.
+    ``end`` or when this process ends.
     """
 
     def __init__(self, load: Load) -> None:
@@ -76,19 +76,18 @@ class ScoringProcess:
         self._said_ready = True
         return None
 
-    def send(self, work: Work, seconds: float) -> None:
-        """Hand over items to score."""
+    def send(self, work: Work, memory: int, seconds: float) -> None:
+        """Hand over items to score, and the memory of their ledger."""
         self._seconds = work.seconds
-        self._send(pickle.dumps(work), seconds)
+        self._send(pickle.dumps(work), seconds, memory)
 
-    def _send(self, body: bytes, seconds: float) -> None:
+    def _send(self, body: bytes, seconds: float, memory: int | None = None) -> None:
         self._connection.settimeout(max(seconds, 0.01))
         try:
-            send_body(self._connection, body)
+            send_body(self._connection, body, memory)
         except OSError as error:
             raise ProcessEnded(self._cause()) from error
-        finally:
-            self._connection.settimeout(None)
+        self._connection.settimeout(None)
 
     def receive(self, seconds: float) -> list[Any] | None:
         """The next message, or None when none came in time."""
@@ -124,13 +123,14 @@ class ScoringProcess:
         except ValueError as error:
             self.end()
             raise ProcessEnded(f"its process wrote something else than messages: {error}") from None
-        if message is not None and not (isinstance(message, list) and message):
+        if message is not None and not _is_message(message):
             self.end()
             raise ProcessEnded("its process wrote something else than messages")
         return message
 
     def _cause(self) -> str:
-        """How it ended; whether its own deadline did it, with the stack at that time."""
+        """How it ended; the stack where its own deadline did it, which holds when nothing here
+        could end it in time."""
         code, stack = self._finish(patience=_LEAVE_SECONDS)
         if stack.startswith("Timeout"):
             self.timed_out = True
@@ -138,6 +138,14 @@ class ScoringProcess:
         if code < 0:
             return f"ended its process by {signal.Signals(-code).name}"
         return f"ended its process with exit code {code}"
+
+    def stop(self) -> str:
+        """End it at once; the innermost calls that it was at, empty where it cannot tell."""
+        if self._end is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._watch, STACK_SIGNAL)
+        _, stack = self._finish(patience=_LEAVE_SECONDS)
+        return _latest_calls(stack)
 
     def end(self) -> None:
         """End it and what it started. Safe to call again."""
@@ -158,6 +166,16 @@ class ScoringProcess:
             os.close(self._stack)
             os.close(self._watch)
         return self._end
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it is one of those that ``hybridflow.rewards.child`` sends."""
+    match message:
+        case ["ready" | "end"] | ["fault", str()]:
+            return True
+        case ["error" | "timeout" | "invalid", int(index), str()]:
+            return index >= 0
+    return False
 
 
 def _latest_calls(stack: str) -> str:

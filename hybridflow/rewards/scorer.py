@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from hybridflow.rewards.items import RewardItem
-from hybridflow.rewards.outcomes import Outcome, Progress, RewardError
+from hybridflow.rewards.ledger import Ledger, ledger_memory
+from hybridflow.rewards.outcomes import Failure, Outcome, RewardError
 from hybridflow.rewards.process import ProcessEnded, ScoringProcess
+from hybridflow.rewards.progress import Progress, Watch
 from hybridflow.rewards.wire import Load, Work
-
-_GRACE_SECONDS = 5.0
-"""After a call's deadline, which the process keeps itself: when it is ended from here."""
 
 
 class Scorer:
@@ -59,40 +59,65 @@ class Scorer:
         Raises:
             RewardError: the reward returned something that is no reward; names the sample.
         """
-        run = Progress(self.name, items, seconds)
+        run = Progress(self.name, items, seconds, self._seconds_per_call)
         while left := run.left():
             if run.seconds_left() <= 0:
-                run.give_up("timeout", f"was not scored within the batch's {seconds:g} s")
+                run.give_up(run.overdue())
                 break
             try:
                 fault = self._process.wait_until_ready(run.seconds_left())
-                if fault is not None:
-                    run.give_up("error", f"could not be loaded again: {fault}")
-                    self._restart()
-                    break
-                work = Work([items[i] for i in left], self._seconds_per_call)
-                self._process.send(work, run.seconds_left())
-                self._follow(run, left)
             except ProcessEnded as error:
-                run.ended(str(error), self._process.timed_out)
+                run.ended(Failure("error", str(error)), (), moved=False)
                 self._restart()
+                continue
+            if fault is not None:
+                run.give_up(Failure("error", f"could not be loaded again: {fault}"))
+                self._restart()
+                break
+            self._hand_over(run, left)
+        return run.outcomes()
+
+    def _hand_over(self, run: Progress, left: list[int]) -> None:
+        """Have the process score what is left, until it is done or ended."""
+        items = [run.items[i] for i in left]
+        memory = ledger_memory(items)
+        with Ledger(os.dup(memory), items) as ledger:
+            try:
+                self._process.send(Work(items, self._seconds_per_call), memory, run.seconds_left())
+                failure, late = self._follow(run, ledger, left)
+            except ProcessEnded as error:
+                failure = Failure("timeout" if self._process.timed_out else "error", str(error))
+                late = ledger.under_way()
             except RewardError:
                 self._restart()  # it is still at work on the rest
                 raise
-        return run.outcomes()
-
-    def _follow(self, run: Progress, sent: list[int]) -> None:
-        """Take in what the process tells until it is done, or has to be ended."""
-        while True:
-            message = self._process.receive(run.patience(self._seconds_per_call + _GRACE_SECONDS))
-            if message is None:
-                self._process.end()
-                run.overdue(self._seconds_per_call)
+            finally:
+                os.close(memory)
+            run.settle(ledger, left)
+            if failure is not None:
+                run.ended(failure, [left[i] for i in late], moved=ledger.moves() > 0)
                 self._restart()
-                return
-            if message[0] == "end":
-                return
-            run.take(message, sent)
+
+    def _follow(
+        self, run: Progress, ledger: Ledger, sent: list[int]
+    ) -> tuple[Failure | None, Collection[int]]:
+        """Take in what the process tells until it is done, or has to be ended: why, and the samples
+        whose calls were late."""
+        watch = Watch(ledger, self._seconds_per_call)
+        while True:
+            seconds = min(watch.seconds(), run.seconds_left())
+            message = self._process.receive(max(seconds, 0.0))
+            if message is None and seconds <= 0:
+                break
+            if message is not None:
+                if message[0] == "end":
+                    return None, ()
+                run.take(message, sent)
+        before, failure = ledger.under_way(), run.overdue()
+        calls = self._process.stop()
+        now = ledger.under_way()
+        text = f"{failure.text}; it was at\n{calls}" if calls else failure.text
+        return Failure("timeout", text), [i for i in now if before.get(i) == now[i]]
 
     def _restart(self) -> None:
         self._process.end()

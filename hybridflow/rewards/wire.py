@@ -1,9 +1,11 @@
 """Messages between a worker and its scoring process: length, then body.
 
-Bodies to the process are pickles that this program made. Bodies from it, where users' code runs,
-are JSON: nothing that it sends is ever unpickled.
+With a batch goes the memory in which the process answers, see ``ledger``; the rest, failures among
+it, is messages. Bodies to the process are pickles that this program made. Bodies from it, where
+users' code runs, are JSON: nothing that it sends is ever unpickled.
 """
 
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -13,6 +15,12 @@ from typing import Any
 from hybridflow.rewards.items import RewardItem
 
 _HEAD = struct.Struct(">Q")
+GRACE_SECONDS = 5.0
+"""After a deadline that the other side of the connection keeps: when this side acts."""
+
+STACK_SIGNAL = signal.SIGRTMAX
+"""A scoring process that gets it writes its stack down and ends, whatever runs in it."""
+
 LARGEST_BODY = 1 << 28
 """Bytes; a message from a scoring process that claims more is a fault."""
 
@@ -28,22 +36,30 @@ class Load:
 
 @dataclass(frozen=True)
 class Work:
-    """Each further message: items to score, and the deadline of each call in seconds."""
+    """Each further message, with a ledger's memory: items to score, and the deadline of each call
+    in seconds."""
 
     items: list[RewardItem]
     seconds: float
 
 
-def send_body(connection: socket.socket, body: bytes) -> None:
-    """Write one message whole."""
-    connection.sendall(_HEAD.pack(len(body)))
-    connection.sendall(body)
+def send_body(connection: socket.socket, body: bytes, memory: int | None = None) -> None:
+    """Write one message whole, and hand over a file with it."""
+    whole = _HEAD.pack(len(body)) + body
+    if memory is None:
+        connection.sendall(whole)
+        return
+    sent = socket.send_fds(connection, [whole], [memory])
+    connection.sendall(memoryview(whole)[sent:])
 
 
-def read_body(connection: socket.socket) -> bytes | None:
-    """The next message, waited for; None when the other side has closed."""
-    head = _exactly(connection, _HEAD.size)
-    return None if head is None else _exactly(connection, _HEAD.unpack(head)[0])
+def read_body(connection: socket.socket) -> tuple[bytes, int | None] | None:
+    """The next message, waited for, and the file that came with it; None when the other side has
+    closed."""
+    first, files, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
+    rest = _exactly(connection, _HEAD.size - len(first)) if first else None
+    body = None if rest is None else _exactly(connection, _HEAD.unpack(first + rest)[0])
+    return None if body is None else (body, files[0] if files else None)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:

@@ -20,6 +20,21 @@ def holds_the_interpreter(prompt, response, answer, row):
     return 1.0
 
 
+def hears_no_signal(prompt, response, answer, row):
+    if response == "bad":
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        time.sleep(1000)
+    return 1.0
+
+
+def notes_and_leaves(prompt, response, answer, row):
+    with open(row["notes"], "a", encoding="utf-8") as notes:
+        notes.write(f"{response}\n")
+    if response == "bad":
+        os._exit(3)
+    return 1.0
+
+
 def forks(prompt, response, answer, row):
     if response == "bad":
         os.fork()
@@ -120,6 +135,16 @@ def writes_nonsense(prompt, response, answer, row):
         for number in range(3, 20):
             try:
                 os.write(number, b"\0" * 7 + b"\5hello")
+            except OSError:
+                continue
+    return 1.0
+
+
+def speaks_out_of_turn(prompt, response, answer, row):
+    for number in range(3, 20) if response == "bad" else ():
+        for body in (b'["done", 0, 1.0]', b'["error", 99, "no"]'):
+            try:
+                os.write(number, len(body).to_bytes(8, "big") + body)
             except OSError:
                 continue
     return 1.0

@@ -61,6 +61,7 @@ def test_a_failure_is_of_its_sample_alone(name, kind, text):
         ("holds_the_interpreter", "in holds_the_interpreter"),
         ("waits", "did not end within 0.3 s"),
         ("will_not_be_cancelled", "did not end within 0.3 s"),
+        ("hears_no_signal", "did not end within 0.3 s"),
     ],
 )
 def test_a_sample_that_takes_too_long_costs_itself_alone(name, text):
@@ -173,9 +174,25 @@ def test_a_file_that_went_bad_after_the_start_fails_the_rest(tmp_path):
         assert scorer.score(items("a"), 60) == [2.0]
 
 
-def test_what_a_process_writes_into_its_messages_harms_that_process_alone():
-    found = outcomes("writes_nonsense", "good", "bad", "good")
+@pytest.mark.parametrize("name", ["writes_nonsense", "speaks_out_of_turn"])
+def test_what_a_process_writes_into_its_messages_harms_that_process_alone(name):
+    found = outcomes(name, "good", "bad", "good")
     assert found[0] == 1.0 and found[2] == 1.0
+
+
+def test_no_sample_is_scored_twice_when_another_one_ends_the_process(tmp_path):
+    responses = ["a", "b", "bad", "c", "bad", "d"]
+    row = {"notes": str(tmp_path / "notes")}
+    with Scorer(f"{FILE}:notes_and_leaves") as scorer:
+        found = scorer.score([RewardItem("", r, "", row) for r in responses], 60)
+    assert [isinstance(outcome, Failure) for outcome in found] == [r == "bad" for r in responses]
+    assert (tmp_path / "notes").read_text().split() == responses
+
+
+def test_samples_that_hang_cost_their_deadline_each():
+    found = outcomes("hangs", "bad", "good", "bad", per_call=0.3)
+    assert found[1] == 1.0
+    assert [f.kind for f in found if isinstance(f, Failure)] == ["timeout", "timeout"]
 
 
 def test_prints_do_not_disturb(tmp_path, capfd):
@@ -184,6 +201,24 @@ def test_prints_do_not_disturb(tmp_path, capfd):
     with Scorer(f"{path}:fn") as scorer:
         assert scorer.score(items("a"), 60) == [1.0]
     assert "seen a" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_call_that_hangs_does_not_outlive_the_worker():
+    program = (
+        "import sys, threading, time\nfrom hybridflow.rewards import RewardItem, Scorer\n"
+        "scorer = Scorer(sys.argv[1], seconds_per_call=0.5)\nscorer.wait_until_ready()\n"
+        "items = [RewardItem('', 'bad', '', {})]\n"
+        "threading.Thread(target=scorer.score, args=(items, 60), daemon=True).start()\n"
+        "time.sleep(0.3)\nprint(scorer._process._process.pid, flush=True)\n"
+        "import os; os._exit(0)\n"
+    )
+    command = [sys.executable, "-c", program, f"{FILE}:holds_the_interpreter"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path):
