@@ -48,12 +48,16 @@ class Checkpoint:
 
 
 class RunFolder:
-    """``recipe.yaml``, ``checkpoints/``, ``export/`` and what the monitor writes."""
+    """``recipe.yaml``, ``checkpoints/``, ``export/`` and what the monitor writes.
+
+    After a warm start also ``start_model/``, the policy that the next stage started from.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints_path = path / "checkpoints"
         self.export_path = path / "export"
+        self.start_model_path = path / "start_model"
 
     def set_aside(self) -> None:
         """Keep an earlier run of the same name as ``<name>.1``, ``.2``, …

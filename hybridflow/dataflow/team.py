@@ -177,7 +177,7 @@ class Team:
             dual_clip=algorithm.dual_clip or LossSettings.dual_clip,
             tau_positive=gate.tau_positive,
             tau_negative=gate.tau_negative,
-            kl_coef=self.state["kl_coef"] if algorithm.kl.place == "loss" else 0.0,
+            kl_coef=self.state["kl_coef"] if _pays_kl(algorithm, stage, role) else 0.0,
             kl_estimator=algorithm.kl.estimator,
             **(_corrections(algorithm, self.state) if stage.generates else {}),
             preference=PreferenceSettings(**algorithm.preference.model_dump()),
@@ -252,6 +252,13 @@ class Team:
         """Remove written versions, take no more requests; the session ends the workers."""
         if self.publisher is not None:
             self.publisher.close()
+
+
+def _pays_kl(algorithm: AlgorithmSection, stage: Stage, role: str) -> bool:
+    """Whether a KL is a term of the role's loss in the stage: a warm start reads no reference."""
+    updates = [n for n in stage.graph.nodes if n.role == role and n.call == "update"]
+    given = {name for node in updates for name in node.inputs}
+    return algorithm.kl.place == "loss" and bool(given & {"ref_logprobs", "ref_hidden"})
 
 
 def _corrections(algorithm: AlgorithmSection, state: SharedState) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hybridflow.dataflow.observer import Decode, Observer
 from hybridflow.dataflow.operations import Surroundings, operations
 from hybridflow.dataflow.run_folder import Checkpoint, Progress, RunFolder
 from hybridflow.dataflow.runner import Runner
+from hybridflow.dataflow.start_model import begin_as_actor, resume_as_actor
 from hybridflow.dataflow.state import Change
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
@@ -94,6 +95,7 @@ class Trainer:
                 continue
             resumed = resume if index == first else None
             if resumed is None and index > 0:
+                begin_as_actor(self._plan, index, self._team, self._folder.start_model_path)
                 self._team.begin_stage(stage)
                 fresh = {r: t for r, t in stage.trained.items() if not t.goes_on}
                 self._state.put(**{f"{r}_lr": t.optimizer.lr for r, t in fresh.items()})
@@ -108,6 +110,8 @@ class Trainer:
     def _resume(self, checkpoint: Checkpoint) -> None:
         """The engine's state, the data's position, and the servers' weights, proven."""
         progress = checkpoint.progress
+        start_model = self._folder.start_model_path
+        resume_as_actor(self._plan, progress.stage_index, self._team, start_model)
         self._team.begin_stage(self._plan.stages[progress.stage_index], resuming=True)
         self._team.load(checkpoint.folder)
         self._team.version = max(progress.weight_version, self._folder.noted_version())

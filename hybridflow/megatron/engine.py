@@ -58,9 +58,8 @@ class Engine:
         )
         live.load_weights(model, config.model_path, fresh_head=fresh_head)
         self._core: Any = model
-        self._reference_head = None
-        if config.keep_reference_head and self._core.post_process:
-            self._reference_head = ReferenceHead(self._core, self._hf_config["vocab_size"])
+        self._reference_head: ReferenceHead | None = None
+        self._keep_reference_head()
         self._released = 0
         self._optimizer: ModelOptimizer | None = None
         if config.optimizer is not None:
@@ -69,6 +68,10 @@ class Engine:
         self._packed = PackedModel(model)
         if config.optimizer is not None:
             self.begin_stage(config.optimizer)
+
+    def _keep_reference_head(self) -> None:
+        if self.config.keep_reference_head and self._core.post_process:
+            self._reference_head = ReferenceHead(self._core, self._hf_config["vocab_size"])
 
     def switch_to_rollout(self) -> memory.Memory:
         """Give up the memory that training alone needs, for a rollout on the same device.
@@ -300,6 +303,13 @@ class Engine:
     def local_weights(self) -> dict[int, Tensor]:
         """This rank's live tensors by their weight's number in the bridge's table."""
         return live.local_weights(self._core)
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Takes over the weights of a HuggingFace folder of the same model, and its output head as
+        the reference's. An optimizer starts from them with ``begin_stage``."""
+        self.switch_to_training()
+        live.load_weights(self._core, folder)
+        self._keep_reference_head()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the model in HuggingFace format, with the source's tokenizer."""

@@ -198,6 +198,11 @@ class ModelWorker:
         self._engine.load_checkpoint(Path(folder))
 
     @transfer(ONE_TO_ALL)
+    def load_pretrained(self, folder: str) -> None:
+        """Take over the weights of a folder in HuggingFace format."""
+        self._engine.load_pretrained(Path(folder))
+
+    @transfer(ONE_TO_ALL)
     def save_pretrained(self, folder: str) -> None:
         """Write the model in HuggingFace format; whole or absent."""
         self._engine.save_pretrained(Path(folder))
