@@ -11,8 +11,8 @@ from hybridflow.algorithms.lagrangian import next_multiplier
 from hybridflow.dataflow.state import SharedState
 from hybridflow.recipe.schema import Recipe
 
-MEASURED_KL = ("update/kl", "reward/kl")
-"""Where a step measures the KL to the reference: in the loss, or in token rewards."""
+MEASURED_KL = {"loss": "update/kl", "reward": "reward/kl"}
+"""What a step measures of the KL to the reference, by the place where it is charged."""
 
 
 def move(state: SharedState, recipe: Recipe, metrics: Mapping[str, float], samples: int) -> None:
@@ -36,9 +36,10 @@ def _move_multiplier(state: SharedState, recipe: Recipe, metrics: Mapping[str, f
 def _move_kl(
     state: SharedState, recipe: Recipe, metrics: Mapping[str, float], samples: int
 ) -> None:
-    adaptive = recipe.algorithm.kl.adaptive
-    kl = next((metrics[name] for name in MEASURED_KL if name in metrics), None)
-    if adaptive is None or kl is None or not math.isfinite(kl):
+    """The coefficient follows the KL of steps that train the actor, which alone can answer."""
+    told = recipe.algorithm.kl
+    adaptive, kl = told.adaptive, metrics.get(MEASURED_KL[told.place])
+    if adaptive is None or kl is None or "update/loss" not in metrics or not math.isfinite(kl):
         return
     rule = partial(
         adaptive_coefficient,

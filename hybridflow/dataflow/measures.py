@@ -52,7 +52,8 @@ def reference_kl(graph: Graph, outcome: StepOutcome) -> dict[str, float]:
 def source_means(score: Node, outcome: StepOutcome, column: str, prefix: str) -> dict[str, float]:
     """``prefix/source/NAME``: the mean reward of the prompts of each value of a column."""
     result = outcome.results[score.name]
-    rows = outcome.fields[score.inputs["answers"]].data
+    answers = score.inputs.get("answers", "")  # a reward model reads none
+    rows = outcome.fields[answers].data if answers in outcome.fields else []
     if len(rows) != result.prompts or not rows:
         return {}
     names = [str(row.get(column, "none")) for row in rows]

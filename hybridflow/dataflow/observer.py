@@ -5,6 +5,7 @@ Nodes are found by what they call, never by their names or those of their fields
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybridflow.dataflow.steps import StepOutcome
 from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.graph import Graph, Node
 from hybridflow.weight_sync.publication import PublishReport
+from hybridflow.workers.reward import COMPONENT
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -46,9 +48,12 @@ class Observer:
         self._measuring = [n for n in graph.nodes if n.role is not None and n.call == "evaluate"]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
-        self._constant = ConstantReward()
+        self._constant: dict[str, ConstantReward] = defaultdict(ConstantReward)
         self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
+        self._labels = [n.outputs["labels"] for n in graph.nodes if n.function == "outcome_labels"]
         self._main_reward = _main_reward(graph, self._training_scores)
+        self._names = _score_names(self._scoring, evaluated, self._main_reward)
+        self._first_of_role = _first_of_role(self._scoring, evaluated)
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
         """Every scalar of the step, by ``group/name``."""
@@ -85,29 +90,45 @@ class Observer:
         return [node for node in nodes if node.name in outcome.results]
 
     def _rewards(self, outcome: StepOutcome) -> dict[str, float]:
-        found = {}
-        several = len(self._training_scores) > 1
+        found: dict[str, float] = {}
         for node in self._ran(self._scoring, outcome):
-            result = outcome.results[node.name]
+            result, name = outcome.results[node.name], self._names[node.name]
+            role = str(node.role)
+            label = (
+                role if node.name in self._first_of_role else f"{role}/{name.rpartition('/')[2]}"
+            )
             prefix = "eval/" if node.name in self._evaluated else ""
-            scores = score_metrics(str(node.role), result)
-            found |= {f"{prefix}{name}": value for name, value in scores.items()}
-            mean = result["rewards"].mean().item()
+            scores = score_metrics(role, result, label)
+            found |= {f"{prefix}{key}": value for key, value in scores.items()}
             if self._source is not None:
-                found |= source_means(node, outcome, self._source, f"{prefix}reward")
-            if node.name in self._evaluated:
-                found["eval/reward"] = mean
-            elif several and "rewards" in node.outputs:
-                found[f"reward/{node.outputs['rewards']}/mean"] = mean
+                found |= source_means(node, outcome, self._source, name)
+            if prefix:
+                found[name] = result["rewards"].mean().item()
+            elif len(self._training_scores) > 1 and "rewards" in node.outputs:
+                found[f"reward/{node.outputs['rewards']}/mean"] = result["rewards"].mean().item()
+            if not prefix and node.name in self._first_of_role:
+                found |= self._constants(name, label, result)
         for name in (name for name in self._costs if name in outcome.fields):
             found["cost/mean"] = outcome.fields[name].data.mean().item()
+        for name in (name for name in self._labels if name in outcome.fields):
+            found["reward/good_share"] = outcome.fields[name].data.float().mean().item()
         if self._main_reward in outcome.fields:
             rewards_S = outcome.fields[self._main_reward].data
             found["reward/mean"] = rewards_S.mean().item()
             found["reward/std"] = rewards_S.std(unbiased=False).item()
             found["reward/max"] = rewards_S.max().item()
-            found["reward/constant"] = self._constant.see(rewards_S)
+            found["reward/constant"] = self._constant["reward"].see(rewards_S)
         return found
+
+    def _constants(self, name: str, label: str, result: Batch) -> dict[str, float]:
+        """Whether a reward beside the main one, or one of several functions, never changes."""
+        values = {} if name == "reward" else {name: result["rewards"]}
+        parts = {f.partition(":")[2]: d for f, d in result.fields.items() if _is_part(f)}
+        values |= {f"reward/{label}/{part}": data for part, data in parts.items()}
+        return {
+            f"{key}/constant": self._constant[key].see(rewards_S)
+            for key, rewards_S in values.items()
+        }
 
     def _lengths(self, node: Node, result: Batch) -> dict[str, float]:
         prefix = "eval/length" if node.name in self._evaluated else "length"
@@ -170,6 +191,36 @@ def _main_reward(graph: Graph, scoring: list[Node]) -> str:
     taken = [n.inputs["rewards"] for n in graph.nodes if n.function and "rewards" in n.inputs]
     scored = [node.outputs["rewards"] for node in scoring if "rewards" in node.outputs]
     return next(iter([*taken, *scored]), "")
+
+
+def _score_names(
+    scoring: list[Node], evaluated: frozenset[str], main_reward: str
+) -> dict[str, str]:
+    """What each scoring node's rewards are called: ``reward`` of the main one, or the first where
+    that is made of others, ``reward/FIELD`` of further ones; with ``eval/`` before it likewise."""
+    found: dict[str, str] = {}
+    for prefix, nodes in (
+        ("", [n for n in scoring if n.name not in evaluated]),
+        ("eval/", [n for n in scoring if n.name in evaluated]),
+    ):
+        main = next((n for n in nodes if n.outputs.get("rewards") == main_reward), None)
+        for node in nodes:
+            field = node.outputs.get("rewards", str(node.role))
+            further = node is not (main or nodes[0])
+            found[node.name] = f"{prefix}reward/{field}" if further else f"{prefix}reward"
+    return found
+
+
+def _first_of_role(scoring: list[Node], evaluated: frozenset[str]) -> frozenset[str]:
+    """The first scoring node of each role, in training and in evaluation."""
+    first: dict[tuple[str | None, bool], str] = {}
+    for node in scoring:
+        first.setdefault((node.role, node.name in evaluated), node.name)
+    return frozenset(first.values())
+
+
+def _is_part(field: str) -> bool:
+    return field.partition(":")[0] == COMPONENT
 
 
 def _reached_from(graph: Graph, prefix: str) -> frozenset[str]:

@@ -92,13 +92,18 @@ class ConstantReward:
         return float(low == high)
 
 
-def score_metrics(role: str, result: Batch) -> dict[str, float]:
+def score_metrics(role: str, result: Batch, label: str | None = None) -> dict[str, float]:
     """Of a role's ``score``: mean and spread of each of several functions, and how many samples of
-    each raised (``errors``) or were late (``timeouts``), where these do not end the run."""
+    each raised (``errors``) or were late (``timeouts``), where these do not end the run.
+
+    Args:
+        label: what they are listed under; None: the role.
+    """
     found: dict[str, float] = {}
+    label = label or role
     for field, data in result.fields.items():
         kind, _, name = field.partition(":")
-        part = role if name == role else f"{role}/{name}"
+        part = label if name == role else f"{label}/{name}"
         if kind == COMPONENT:
             found[f"reward/{part}/mean"] = data.mean().item()
             found[f"reward/{part}/std"] = data.std(unbiased=False).item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -11,15 +12,18 @@ class Rule:
     """A metric that should not stay so.
 
     Attributes:
+        metric: its name, or a pattern of names.
         holds: whether a value is suspicious.
         steps: in a row before it is told; the last step of a stage tells what held in all of them.
-        text: what it means and what to do.
+        text: what it means and what to do; ``{metric}`` and ``{value:g}`` are filled in.
+        beside: a metric that the step must have too, else the rule does not apply.
     """
 
     metric: str
     holds: Callable[[float], bool]
     steps: int
     text: str
+    beside: str = ""
 
 
 RULES = (
@@ -30,6 +34,7 @@ RULES = (
         "every advantage is 0 (advantage/zero_share), so the rewards teach nothing in this step: "
         "the samples of each prompt score alike. Other prompts, a higher temperature, or the "
         "dataflow dapo, which samples until there is a difference",
+        beside="reward/mean",
     ),
     Rule(
         "reward/constant",
@@ -37,6 +42,35 @@ RULES = (
         10,
         "every reward of the run is the same number (reward/constant): look whether the reward "
         "function reads what it is to judge; rollouts.jsonl has the responses",
+    ),
+    Rule(
+        "?*/*constant",  # of a further reward, a cost, or one of a role's functions
+        lambda constant: constant == 1,
+        10,
+        "every value of the run is the same number ({metric}): look whether that function reads "
+        "what it is to judge; rollouts.jsonl has the responses",
+    ),
+    Rule(
+        "reward/good_share",
+        lambda share: share in (0, 1),
+        10,
+        "every response has the same label (reward/good_share is {value:g}), so the process reward "
+        "model learns nothing of what is good: set `above` of the node outcome_labels between the "
+        "rewards of good and bad responses",
+    ),
+    Rule(
+        "reward/*/errors",
+        lambda count: count > 0,
+        1,
+        "{value:g} samples have the value of on_error, since their function failed ({metric}); the "
+        "role's log in the run's folder `logs` has the messages",
+    ),
+    Rule(
+        "reward/*/timeouts",
+        lambda count: count > 0,
+        1,
+        "{value:g} samples have the value of on_error, since their function was late ({metric}): "
+        "raise sample_timeout_seconds or timeout_seconds, or look why it is slow",
     ),
     Rule(
         "length/truncated",
@@ -58,14 +92,21 @@ class Watch:
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """What to tell of this step."""
-        told = []
-        for rule in RULES:
-            if rule.metric not in metrics:
-                continue
-            self._seen[rule.metric] = self._seen.get(rule.metric, 0) + 1
-            held = self._held.get(rule.metric, 0) + 1 if rule.holds(metrics[rule.metric]) else 0
-            self._held[rule.metric] = held
-            always = held == self._seen[rule.metric] < rule.steps and step == self._steps
-            if held == rule.steps or always:
-                told.append(f"step {step}: {rule.text}")
-        return told
+        return [
+            f"step {step}: {rule.text.format(metric=name, value=value)}"
+            for name, value in metrics.items()
+            if (rule := _rule_of(name)) is not None
+            and (not rule.beside or rule.beside in metrics)
+            and self._begins(rule, step, name, value)
+        ]
+
+    def _begins(self, rule: Rule, step: int, name: str, value: float) -> bool:
+        """Whether what the rule watches is to be told in this step."""
+        self._seen[name] = self._seen.get(name, 0) + 1
+        held = self._held[name] = self._held.get(name, 0) + 1 if rule.holds(value) else 0
+        return held == rule.steps or (held == self._seen[name] < rule.steps and step == self._steps)
+
+
+def _rule_of(metric: str) -> Rule | None:
+    """The first rule whose name or pattern is the metric's."""
+    return next((rule for rule in RULES if fnmatchcase(metric, rule.metric)), None)

@@ -235,14 +235,18 @@ def test_when_the_ratio_must_be_one() -> None:
     assert not old_is_current(graph_of(logprobs_of("reference"), last), last)
 
 
+def zero_share(share: float) -> dict[str, float]:
+    return {"advantage/zero_share": share, "reward/mean": 0.5}
+
+
 def test_warnings_are_told_when_they_begin() -> None:
     watch = Watch(steps=20)
-    assert watch.see(1, {"advantage/zero_share": 0.5, "reward/constant": 1.0}) == []
-    (text,) = watch.see(2, {"advantage/zero_share": 1.0})
+    assert watch.see(1, {**zero_share(0.5), "reward/constant": 1.0}) == []
+    (text,) = watch.see(2, zero_share(1.0))
     assert text.startswith("step 2: every advantage is 0")
-    assert watch.see(3, {"advantage/zero_share": 1.0}) == []
-    assert watch.see(4, {"advantage/zero_share": 0.0}) == []
-    assert len(watch.see(5, {"advantage/zero_share": 1.0})) == 1
+    assert watch.see(3, zero_share(1.0)) == []
+    assert watch.see(4, zero_share(0.0)) == []
+    assert len(watch.see(5, zero_share(1.0))) == 1
     told = [watch.see(step, {"reward/constant": 1.0}) for step in range(6, 20)]
     assert [len(texts) for texts in told] == [0] * 8 + [1] + [0] * 5
     short = Watch(steps=2)
@@ -250,6 +254,18 @@ def test_warnings_are_told_when_they_begin() -> None:
     assert "same number" in short.see(2, {"reward/constant": 1.0})[0], (
         "a run that was so to its end"
     )
+    assert Watch(20).see(1, {"advantage/zero_share": 1.0}) == [], "no reward, no such advice"
+
+
+def test_failures_and_further_rewards_are_told_by_their_metric() -> None:
+    watch = Watch(steps=3)
+    (text,) = watch.see(1, {"reward/judge/errors": 64.0, "reward/judge/timeouts": 0.0})
+    assert text.startswith("step 1: 64 samples have the value of on_error, since their function")
+    assert "(reward/judge/errors)" in text
+    constant = {"reward/costs/constant": 1.0, "reward/good_share": 0.0}
+    assert watch.see(2, constant) == []
+    first, second = watch.see(3, constant)
+    assert "(reward/costs/constant)" in first and "reward/good_share is 0" in second
 
 
 def test_a_run_without_signal_says_so(make_recipe, tmp_path) -> None:

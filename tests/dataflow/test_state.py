@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.cluster import LocalSession
+from hybridflow.dataflow import controllers
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.runner import SerialRunner
@@ -234,6 +235,20 @@ def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
     assert "algorithm.kl.coef is 0" in values["kl_coef"].fixed
     assert values["max_tokens"].high == 5, "what the servers and packs were sized for"
     assert not values["temperature"].fixed
+
+
+def test_the_kl_coefficient_waits_for_steps_that_train_the_actor(make_recipe) -> None:
+    recipe = make_recipe(
+        "roles.reference={colocate: actor}",
+        "algorithm.kl={coef: 0.1, place: reward, adaptive: {target: 0.01, horizon: 1000}}",
+    )
+    state = SharedState([LiveValue("kl_coef", 0.1, 1e-6, 100.0)])
+    controllers.move(state, recipe, {"reward/kl": 0.0, "critic/loss": 1.0}, 100)
+    state.apply()
+    assert state["kl_coef"] == 0.1, "a warm-up of the critic"
+    controllers.move(state, recipe, {"reward/kl": 1.0, "update/kl": -1.0, "update/loss": 0.5}, 100)
+    state.apply()
+    assert state["kl_coef"] == pytest.approx(0.1 * 1.02), "by the KL that the reward pays"
 
 
 @pytest.mark.slow
