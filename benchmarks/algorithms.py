@@ -155,7 +155,7 @@ def ours(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         weights_T, normaliser = token_weights("token_mean", lengths_S)
         value = torch.dot(weights_T, result.loss_T) / normaliser
         value.backward()
-        return leaf_T.grad, [values.sum().item() for values in result.metrics_T.values()]
+        return leaf_T.grad, [total.item() for total in result.sums.values()]
 
     def estimate() -> Any:
         return gae(responses.with_values(logprobs_T), responses.with_values(old_T), GAMMA, LAMBDA)

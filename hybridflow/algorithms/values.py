@@ -44,7 +44,7 @@ class ValueLoss:
 def value_mse(inputs: ValueInputs) -> TokenLoss:
     """Half the squared error, ``loss = (V - R)^2 / 2``. Metric: ``value_mean``."""
     loss_T = 0.5 * (inputs.values_T - inputs.returns_T).square()
-    return TokenLoss(loss_T, {"value_mean": inputs.values_T.detach()})
+    return TokenLoss(loss_T, {"value_mean": inputs.values_T.detach().sum()})
 
 
 def value_clip(inputs: ValueInputs) -> TokenLoss:
@@ -67,7 +67,7 @@ def value_clip(inputs: ValueInputs) -> TokenLoss:
     # Where the bound is the larger error it does not move with the value.
     cut_T = bounded_T.gt_(free_T)
     loss_T = with_slope(inputs.values_T, loss_T, error_T.mul_(1 - cut_T))
-    return TokenLoss(loss_T, {"value_mean": values_T, "clip_fraction": cut_T})
+    return TokenLoss(loss_T, {"value_mean": values_T.sum(), "clip_fraction": cut_T.sum()})
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:

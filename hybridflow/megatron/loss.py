@@ -88,8 +88,7 @@ class UpdateLoss:
                 self._compare(rows, pack, readings.logprobs_T.detach())
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
-            for name, values_R in token_loss.metrics_T.items():
-                self._metrics.add(name, values_R)
+            self._metrics.add_sums(token_loss.sums, len(pack.source_R))
             return weighted * scale
 
         return pack_loss
@@ -108,21 +107,21 @@ class UpdateLoss:
         settings = self._settings
         inputs = self._inputs(rows, pack, readings.logprobs_T)
         result = self._loss(inputs)
-        loss_R, metrics_R = result.loss_T, dict(result.metrics_T)
+        loss_R, sums = result.loss_T, dict(result.sums)
         if rows.correction is not None:
             loss_R = loss_R * rows.correction.weights_T[pack.source_R]
         if settings.off_policy_bound is not None:
             masked_R = self._off_policy(rows, pack, inputs)
             loss_R = torch.where(masked_R, 0.0, loss_R)
-            metrics_R["off_policy_masked"] = masked_R.float()
+            sums["off_policy_masked"] = masked_R.sum()
         if kl_R is not None:
             loss_R = loss_R + settings.kl_coef * kl_R if settings.kl_coef else loss_R
-            metrics_R["kl"] = kl_R.detach()
+            sums["kl"] = kl_R.detach().sum()
         if readings.entropy_T is not None:
             if settings.entropy_coef:
                 loss_R = loss_R - settings.entropy_coef * readings.entropy_T
-            metrics_R["entropy"] = readings.entropy_T.detach()
-        return TokenLoss(loss_R, metrics_R)
+            sums["entropy"] = readings.entropy_T.detach().sum()
+        return TokenLoss(loss_R, sums)
 
     def _kl(
         self, rows: Rows, pack: Pack, logits: VocabParallelLogits, readings: TokenReadings

@@ -30,6 +30,11 @@ class TokenMetrics:
         self._sums[name][0] += values_T.detach().sum().double()
         self._sums[name][1] += values_T.numel() if count is None else count
 
+    def add_sums(self, sums: dict[str, Tensor], count: int) -> None:
+        """Adds sums over ``count`` values each."""
+        for name, total in sums.items():
+            self.add(name, total, count)
+
     def maximum(self, name: str, values_T: Tensor) -> None:
         """Raises the maximum of ``name``, which is at least 0."""
         if values_T.numel():

@@ -100,8 +100,7 @@ class ValueUpdateLoss:
             )
             weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
-            for name, values_T in token_loss.metrics_T.items():
-                self._metrics.add(name, values_T)
+            self._metrics.add_sums(token_loss.sums, len(pack.source_R))
             return weighted * scale
 
         return pack_loss

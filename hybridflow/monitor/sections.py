@@ -19,7 +19,10 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Gradient norm", (("update/grad_norm", "norm"),)),
     ("Learning rate", (("update/lr", "lr"),)),
     ("Throughput, tokens/s", (("throughput/tokens_per_second", "tokens/s"),)),
-    ("Clipped tokens, share", (("update/clip_fraction", "clipped"),)),
+    (
+        "Clipped tokens, share",
+        (("update/clip_fraction_low", "from below"), ("update/clip_fraction_high", "from above")),
+    ),
     ("Trainer-rollout gap, max", (("update/rollout_gap_max", "gap"),)),
 )
 _ENDS = 5  # steps averaged at either end for the headline

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.returns import at_last_tokens, discounted_sums
-from hybridflow.algorithms.advantages.whitened import whiten
+from hybridflow.algorithms.advantages.whitened import whiten, whiten_
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.batch import Ragged
 
@@ -78,12 +78,23 @@ def gae(
     ``[-0.25, 0.75]``, advantages ``[0.125, 0.75]``, returns ``[0.625, 1]``.
     """
     assert torch.equal(rewards.offsets, values.offsets), "rewards and values of other responses"
-    values_T = values.values.double()
-    next_T = torch.cat([values_T[1:], values_T.new_zeros(1)])[: len(values_T)]
-    next_T[values.offsets[1:][values.lengths > 0] - 1] = 0.0
-    deltas_T = rewards.values.double() + gamma * next_T - values_T
-    advantages_T = discounted_sums(deltas_T, values, gamma * lam)
-    returns_T = advantages_T + values_T
+    advantages_T = torch.empty(len(values.values), dtype=torch.float64)
+    returns_T = torch.empty(len(values.values))
+    for run, span in values.runs():
+        values_t = values.values[span].double()
+        deltas_t = _deltas(rewards.values[span], values_t, values[run], gamma)
+        advantages_T[span] = discounted_sums(deltas_t, values[run], gamma * lam)
+        returns_T[span] = advantages_T[span] + values_t
     if whitened:
-        advantages_T = whiten(advantages_T)
-    return rewards.with_values(advantages_T.float()), rewards.with_values(returns_T.float())
+        whiten_(advantages_T)
+    return rewards.with_values(advantages_T.float()), rewards.with_values(returns_T)
+
+
+def _deltas(rewards_T: Tensor, values_T: Tensor, rows: Ragged, gamma: float) -> Tensor:
+    """``[T]`` float64 ``r + gamma * (the next token's value) - V``."""
+    deltas_T = rewards_T.double() - values_T
+    next_T = values_T[1:] * gamma
+    ends_S = rows.offsets[1:][rows.lengths > 0] - 1
+    next_T[ends_S[:-1]] = 0.0
+    deltas_T[:-1] += next_T
+    return deltas_T

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Ragged
-from hybridflow.ragged import spread_over
+from hybridflow.ragged import RUN, spread_over
 
 _BLOCK = 64
 
@@ -13,14 +13,23 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     """``[T]`` ``sum over k >= 0 of discount^k * values[t + k]`` within each token's response.
 
     Responses are cut into blocks; one product with a triangle of the discount's powers sums within
-    them, and what follows a block comes from the sums over blocks, found in the same way.
+    them, and what follows a block comes from the sums over blocks, found in the same way. A run of
+    responses at a time: memory that is touched for the first time costs more than the sums.
 
     Args:
         values_T: one value per token of ``rows``, in their order.
         rows: whose row lengths count.
     """
-    if discount == 1.0:
-        return _sums_to_the_end(values_T, rows)
+    sums = _sums_to_the_end if discount == 1.0 else _discounted
+    if len(values_T) <= RUN:
+        return sums(values_T, rows, discount)
+    result_T = torch.empty_like(values_T)
+    for run, span in rows.runs():
+        result_T[span] = sums(values_T[span], rows[run], discount)
+    return result_T
+
+
+def _discounted(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     blocks_S = (rows.lengths + _BLOCK - 1) // _BLOCK
     ends_S = blocks_S.cumsum(0)
     blocks = Ragged(torch.empty(int(blocks_S.sum())), torch.cat([ends_S.new_zeros(1), ends_S]))
@@ -38,8 +47,7 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
     return sums_NB.view(-1).index_select(0, place_T)
 
 
-def _sums_to_the_end(values_T: Tensor, rows: Ragged) -> Tensor:
-    """``discounted_sums`` without a discount."""
+def _sums_to_the_end(values_T: Tensor, rows: Ragged, _discount: float) -> Tensor:
     upto_T = values_T.cumsum(0)
     told_S = rows.lengths > 0
     total_S = values_T.new_zeros(len(rows))

@@ -24,18 +24,25 @@ def whiten(values_N: Tensor, counts_N: Tensor | None = None, *, shift_mean: bool
         shift_mean: whether the mean becomes 0; else it stays what it was, also where all values
             are equal.
     """
-    values_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+    dtype = values_N.dtype if values_N.dtype == torch.float64 else torch.float32
+    whitened_N = values_N.to(torch.float64, copy=True)
+    return whiten_(whitened_N, counts_N, shift_mean=shift_mean).to(dtype)
+
+
+def whiten_(values_N: Tensor, counts_N: Tensor | None = None, *, shift_mean: bool = True) -> Tensor:
+    """``whiten`` of float64 values in their place."""
+    assert values_N.dtype == torch.float64
     counted_N = values_N if counts_N is None else values_N[counts_N > 0]
     total = len(values_N) if counts_N is None else int(counts_N.sum())
     if total < 2 or bool(counted_N.amin() == counted_N.amax()):  # NaN equals nothing
-        return torch.zeros_like(values_N) if shift_mean else values_N
-    if counts_N is None:
-        variance, mean = torch.var_mean(values_N)
-    else:
-        mean = (values_N * counts_N).sum() / total
-        variance = ((values_N - mean).square() * counts_N).sum() / (total - 1)
-    whitened_N = (values_N - mean).mul_(torch.rsqrt(variance + _VARIANCE_EPS))
-    return whitened_N if shift_mean else whitened_N.add_(mean)
+        return values_N.zero_() if shift_mean else values_N
+    weighted_N = values_N if counts_N is None else values_N * counts_N
+    mean = weighted_N.sum() / total
+    values_N.sub_(mean)
+    weighted_N = values_N if counts_N is None else values_N * counts_N
+    variance = torch.dot(weighted_N, values_N) / (total - 1)
+    values_N.mul_(torch.rsqrt(variance + _VARIANCE_EPS))
+    return values_N if shift_mean else values_N.add_(mean)
 
 
 def reinforce_pp(
@@ -63,16 +70,19 @@ def reinforce_pp(
     Returns:
         One float32 advantage per response token.
     """
-    rewards_T = at_last_tokens(rewards_S, responses)
-    if kl_coef:
-        if logprobs is None or ref_logprobs is None:
-            raise ValueError(
-                "kl_coef needs the log-probabilities of the policy and of the reference; give "
-                "both to the function, or set kl_coef to 0"
-            )
-        kl_T = kl_divergence(logprobs.values.double(), ref_logprobs.values.double(), "k1")
-        rewards_T = rewards_T - kl_coef * kl_T
-    return responses.with_values(whiten(discounted_sums(rewards_T, responses, gamma)).float())
+    if kl_coef and (logprobs is None or ref_logprobs is None):
+        raise ValueError(
+            "kl_coef needs the log-probabilities of the policy and of the reference; give "
+            "both to the function, or set kl_coef to 0"
+        )
+    returns_T = torch.empty(len(responses.values), dtype=torch.float64)
+    for run, span in responses.runs():
+        rewards_t = at_last_tokens(rewards_S[run], responses[run])
+        if kl_coef and logprobs is not None and ref_logprobs is not None:
+            pair = logprobs.values[span].double(), ref_logprobs.values[span].double()
+            rewards_t.sub_(kl_divergence(*pair, "k1").mul_(kl_coef))
+        returns_T[span] = discounted_sums(rewards_t, responses[run], gamma)
+    return responses.with_values(whiten_(returns_T).float())
 
 
 def reinforce_pp_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:

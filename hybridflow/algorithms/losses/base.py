@@ -1,13 +1,15 @@
 """What a loss of sampled tokens reads and gives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import Ragged
+from hybridflow.ragged import RUN
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class _WithSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_T,), (slope_T,) = grads, ctx.saved_tensors
-        return grad_T * slope_T, None, None
+        # In its place: autograd refuses a second backward, since the saved tensor has changed.
+        return slope_T.mul_(grad_T), None, None
 
 
 class _OfSequences(torch.autograd.Function):
@@ -87,16 +90,22 @@ class _OfSequences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs_T: Tensor, loss_S: Tensor, slope_S: Tensor, sequences: "Sequences"
+        ctx: Any,
+        logprobs_T: Tensor,
+        loss_S: Tensor,
+        slope_S: Tensor,
+        sequences: "Sequences",
+        free_T: Tensor | None,
     ) -> Tensor:
         ctx.sequences = sequences
-        ctx.save_for_backward(slope_S)
+        ctx.save_for_backward(slope_S, free_T)
         return sequences.spread(loss_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_T,), (slope_S,) = grads, ctx.saved_tensors
-        return ctx.sequences.spread(ctx.sequences.means(grad_T) * slope_S), None, None, None
+        (grad_T,), (slope_S, free_T) = grads, ctx.saved_tensors
+        moved_T = ctx.sequences.spread(ctx.sequences.means(grad_T) * slope_S)
+        return moved_T if free_T is None else moved_T.mul_(free_T), None, None, None, None
 
 
 def with_slope(logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
@@ -108,11 +117,15 @@ def with_slope(logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
 
 
 def of_sequences(
-    logprobs_T: Tensor, loss_S: Tensor, slope_S: Tensor, sequences: "Sequences"
+    logprobs_T: Tensor,
+    loss_S: Tensor,
+    slope_S: Tensor,
+    sequences: "Sequences",
+    free_T: Tensor | None = None,
 ) -> Tensor:
     """``[T]`` each response's ``loss_S``, a function of its mean log-probability whose derivative
-    is ``slope_S``."""
-    result = _OfSequences.apply(logprobs_T, loss_S, slope_S, sequences)
+    is ``slope_S``; tokens whose ``free_T`` is 0 have no part in the gradient."""
+    result = _OfSequences.apply(logprobs_T, loss_S, slope_S, sequences, free_T)
     assert isinstance(result, Tensor)
     return result
 
@@ -123,11 +136,63 @@ class TokenLoss:
 
     Attributes:
         loss_T: ``[T]``, differentiable.
-        metrics_T: name -> ``[T]`` detached values, whose token means are reported.
+        sums: name -> sum over the tokens, detached; the means over all tokens are reported.
     """
 
     loss_T: Tensor
-    metrics_T: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """A loss whose derivative is written out, of single tokens.
+
+    Attributes:
+        loss_T: ``[T]`` without gradient.
+        slope_T: ``[T]`` a new tensor: the loss's derivative by the token's log-probability.
+        sums: as those of ``TokenLoss``.
+    """
+
+    loss_T: Tensor
+    slope_T: Tensor
+    sums: dict[str, Tensor]
+
+
+TokenFunction = Callable[["TokenInputs"], TokenTerms]
+
+
+def by_token(function: TokenFunction) -> "Callable[[TokenInputs], TokenLoss]":
+    """The loss of all tokens from a function of some, called for ``RUN`` tokens at a time.
+
+    Temporaries of so few tokens stay in the processor's cache, and what is kept of a token is its
+    loss and its slope.
+    """
+
+    @wraps(function)
+    def loss(inputs: TokenInputs) -> TokenLoss:
+        terms = _in_runs(function, inputs) if len(inputs.logprobs_T) > RUN else function(inputs)
+        loss_T = with_slope(inputs.logprobs_T, terms.loss_T, terms.slope_T)
+        return TokenLoss(loss_T, {**terms.sums, **entropy_estimate(inputs)})
+
+    return loss
+
+
+def _in_runs(function: TokenFunction, inputs: "TokenInputs") -> TokenTerms:
+    loss_T = torch.empty_like(inputs.logprobs_T, requires_grad=False)
+    slope_T = torch.empty_like(loss_T)
+    sums: dict[str, Tensor] = {}
+    for start in range(0, len(loss_T), RUN):
+        span = slice(start, start + RUN)
+        terms = function(inputs.of_tokens(span))
+        loss_T[span], slope_T[span] = terms.loss_T, terms.slope_T
+        add_sums(sums, terms.sums)
+    return TokenTerms(loss_T, slope_T, sums)
+
+
+def add_sums(sums: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Adds each of ``others`` to that of ``sums``."""
+    for name, total in others.items():
+        sums[name] = sums[name] + total if name in sums else total
 
 
 @dataclass(frozen=True)
@@ -150,6 +215,17 @@ class TokenInputs:
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     sequences: Sequences | None = None
+
+    def of_tokens(self, span: slice) -> "TokenInputs":
+        """Those of some tokens, without gradient and without their responses."""
+        advantages_T = None if self.advantages_T is None else self.advantages_T[span]
+        return replace(
+            self,
+            logprobs_T=self.logprobs_T.detach()[span],
+            old_logprobs_T=self.old_logprobs_T[span],
+            advantages_T=advantages_T,
+            sequences=None,
+        )
 
     @property
     def ratio_T(self) -> Tensor:
@@ -202,9 +278,9 @@ class Loss:
         return result
 
 
-def entropy_estimate(inputs: TokenInputs) -> Tensor:
-    """``[T]`` -logp, whose mean is the policy's entropy while sampling is on-policy."""
-    return -inputs.logprobs_T.detach()
+def entropy_estimate(inputs: TokenInputs) -> dict[str, Tensor]:
+    """The sum of -logp, whose mean is the policy's entropy while sampling is on-policy."""
+    return {"entropy_estimate": -inputs.logprobs_T.detach().sum()}
 
 
 def require_same_shape(first: tuple[str, Tensor], **others: Tensor | None) -> None:

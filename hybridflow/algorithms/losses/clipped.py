@@ -3,15 +3,10 @@
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.base import (
-    TokenInputs,
-    TokenLoss,
-    entropy_estimate,
-    with_slope,
-)
+from hybridflow.algorithms.losses.base import TokenInputs, TokenTerms
 
 
-def ppo_clip(inputs: TokenInputs) -> TokenLoss:
+def ppo_clip(inputs: TokenInputs) -> TokenTerms:
     """Clipped surrogate objective.
 
     PPO (Schulman et al., 2017, arXiv:1707.06347), equation 7, with DAPO's asymmetric bounds
@@ -20,19 +15,18 @@ def ppo_clip(inputs: TokenInputs) -> TokenLoss:
         loss = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A),  ratio = exp(logp - old_logp)
 
     Metrics: ``ratio_mean``; ``clip_fraction``, the share of tokens at which the bound cut the
-    gradient; ``entropy_estimate``, -logp, whose mean is the policy's entropy while sampling is
+    gradient, of which ``clip_fraction_low`` by the lower bound and ``clip_fraction_high`` by the
+    upper; ``entropy_estimate``, -logp, whose mean is the policy's entropy while sampling is
     on-policy.
     """
     ratio_T = inputs.ratio_T
     loss_T, slope_T, cut_T = clipped_surrogate(
         ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
     )
-    return TokenLoss(
-        with_slope(inputs.logprobs_T, loss_T, slope_T), _ratio_metrics(inputs, ratio_T, cut_T)
-    )
+    return TokenTerms(loss_T, slope_T, _ratio_sums(ratio_T, cut_T))
 
 
-def dual_clip(inputs: TokenInputs) -> TokenLoss:
+def dual_clip(inputs: TokenInputs) -> TokenTerms:
     """PPO's clipped surrogate whose loss is bounded for bad samples too.
 
     Ye et al., 2020 (arXiv:1912.09729), dual-clip PPO, with ``c = dual_clip > 1``::
@@ -52,11 +46,11 @@ def dual_clip(inputs: TokenInputs) -> TokenLoss:
     over_T = (loss_T > bound_T).to(loss_T.dtype)
     slope_T.mul_(1 - over_T)
     loss_T = torch.minimum(loss_T, bound_T)
-    metrics_T = {**_ratio_metrics(inputs, ratio_T, cut_T), "dual_clip_fraction": over_T}
-    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
+    sums = {**_ratio_sums(ratio_T, cut_T), "dual_clip_fraction": over_T.sum()}
+    return TokenTerms(loss_T, slope_T, sums)
 
 
-def cispo(inputs: TokenInputs) -> TokenLoss:
+def cispo(inputs: TokenInputs) -> TokenTerms:
     """REINFORCE weighted by a bounded ratio that carries no gradient.
 
     CISPO (MiniMax-M1, 2025, arXiv:2506.13585), equations 4 and 5::
@@ -66,14 +60,14 @@ def cispo(inputs: TokenInputs) -> TokenLoss:
     No token loses its gradient. The paper bounds the ratio from above alone: give ``clip`` a low
     bound near 1. Metrics: as ``ppo_clip``'s; ``clip_fraction`` counts bounded ratios.
     """
-    ratio_T, logprobs_T = inputs.ratio_T, inputs.logprobs_T
+    ratio_T = inputs.ratio_T
     weight_T = ratio_T.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
     slope_T = torch.mul(weight_T, inputs.told_advantages()).neg_()
-    metrics_T = _ratio_metrics(inputs, ratio_T, weight_T.ne_(ratio_T))
-    return TokenLoss(with_slope(logprobs_T, slope_T * logprobs_T.detach(), slope_T), metrics_T)
+    sums = _ratio_sums(ratio_T, weight_T.ne_(ratio_T))
+    return TokenTerms(slope_T * inputs.logprobs_T.detach(), slope_T, sums)
 
 
-def sapo(inputs: TokenInputs) -> TokenLoss:
+def sapo(inputs: TokenInputs) -> TokenTerms:
     """A smooth gate in the place of a bound.
 
     SAPO (Gao et al., 2025, arXiv:2511.20347), section 3::
@@ -85,15 +79,16 @@ def sapo(inputs: TokenInputs) -> TokenLoss:
     larger tau. Metrics: ``ratio_mean``, ``entropy_estimate``.
     """
     ratio_T, advantages_T = inputs.ratio_T, inputs.told_advantages()
+    sums = {"ratio_mean": ratio_T.sum()}
     good_T = torch.gt(advantages_T, 0, out=torch.empty_like(ratio_T))
     tau_T = good_T.mul_(inputs.tau_positive - inputs.tau_negative).add_(inputs.tau_negative)
     gate_T = (ratio_T - 1).mul_(tau_T).sigmoid_()
+    scaled_T = advantages_T * -4
     # The sigmoid's derivative is gate * (1 - gate) * tau, the ratio's by logp itself.
     slope_T = torch.addcmul(gate_T, gate_T, gate_T, value=-1).mul_(ratio_T)
-    slope_T.mul_(advantages_T).mul_(-4)
-    loss_T = gate_T.mul_(advantages_T).mul_(-4).div_(tau_T)
-    metrics_T = {"ratio_mean": ratio_T, "entropy_estimate": entropy_estimate(inputs)}
-    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
+    slope_T.mul_(scaled_T)
+    loss_T = gate_T.mul_(scaled_T).div_(tau_T)
+    return TokenTerms(loss_T, slope_T, sums)
 
 
 def clipped_surrogate(
@@ -108,9 +103,19 @@ def clipped_surrogate(
     return loss, free.mul_(cut - 1), cut
 
 
-def _ratio_metrics(inputs: TokenInputs, ratio_T: Tensor, cut_T: Tensor) -> dict[str, Tensor]:
-    return {
-        "ratio_mean": ratio_T,
-        "clip_fraction": cut_T,
-        "entropy_estimate": entropy_estimate(inputs),
-    }
+def _ratio_sums(ratio_T: Tensor, cut_T: Tensor) -> dict[str, Tensor]:
+    return {"ratio_mean": ratio_T.sum(), **clip_sums(cut_T, ratio_T, 1.0)}
+
+
+def clip_sums(cut_T: Tensor, ratio_T: Tensor, middle: float) -> dict[str, Tensor]:
+    """How many tokens a bound cut, all in all and by each bound.
+
+    Args:
+        cut_T: 1.0 where a bound cut.
+        ratio_T: of tokens, beyond the upper bound where cut and above ``middle``.
+    """
+    cut, high = (
+        cut_T.sum(),
+        torch.gt(ratio_T, middle, out=torch.empty_like(cut_T)).mul_(cut_T).sum(),
+    )
+    return {"clip_fraction": cut, "clip_fraction_low": cut - high, "clip_fraction_high": high}

@@ -20,7 +20,7 @@ def reinforce(inputs: TokenInputs) -> TokenLoss:
     """
     slope_T = -inputs.told_advantages()
     loss_T = with_slope(inputs.logprobs_T, slope_T * inputs.logprobs_T.detach(), slope_T)
-    return TokenLoss(loss_T, {"entropy_estimate": entropy_estimate(inputs)})
+    return TokenLoss(loss_T, entropy_estimate(inputs))
 
 
 def cross_entropy(inputs: TokenInputs) -> TokenLoss:

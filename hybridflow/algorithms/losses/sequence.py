@@ -4,33 +4,19 @@ Every token of a response gets the response's loss, so that ``sequence_mean_toke
 papers' mean over responses.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.base import (
     TokenInputs,
     TokenLoss,
+    add_sums,
     entropy_estimate,
     of_sequences,
     with_slope,
 )
-from hybridflow.algorithms.losses.clipped import clipped_surrogate
-
-
-class _Through(torch.autograd.Function):
-    """The same values; tokens that are cut get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logprobs_T: Tensor, cut_T: Tensor) -> Tensor:
-        ctx.save_for_backward(cut_T)
-        return logprobs_T.view_as(logprobs_T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_T,), (cut_T,) = grads, ctx.saved_tensors
-        return grad_T * (1 - cut_T), None
+from hybridflow.algorithms.losses.clipped import clip_sums, clipped_surrogate
+from hybridflow.ragged import RUN
 
 
 def gspo(inputs: TokenInputs) -> TokenLoss:
@@ -41,8 +27,8 @@ def gspo(inputs: TokenInputs) -> TokenLoss:
         s_i  = exp(mean over t of (logp_t - old_logp_t)),  the response's ratio per token
         loss = -min(s_i * A_i, clip(s_i, 1 - low, 1 + high) * A_i)
 
-    The paper's bounds are narrow: low 3e-4, high 4e-4. Metrics: ``ratio_mean`` of s,
-    ``clip_fraction``, ``entropy_estimate``.
+    The paper's bounds are narrow: low 3e-4, high 4e-4. Metrics: ``ratio_mean`` of s and the others
+    of ``ppo_clip``.
     """
     sequences = inputs.told_sequences()
     ratio_S = torch.exp(sequences.means(inputs.logprobs_T.detach() - inputs.old_logprobs_T))
@@ -50,13 +36,10 @@ def gspo(inputs: TokenInputs) -> TokenLoss:
     loss_S, slope_S, cut_S = clipped_surrogate(
         ratio_S, advantages_S, inputs.clip_low, inputs.clip_high
     )
-    metrics_T = {
-        "ratio_mean": sequences.spread(ratio_S),
-        "clip_fraction": sequences.spread(cut_S),
-        "entropy_estimate": entropy_estimate(inputs),
-    }
     loss_T = of_sequences(inputs.logprobs_T, loss_S, slope_S, sequences)
-    return TokenLoss(loss_T, metrics_T)
+    tokens_S = sequences.lengths_S
+    sums = {"ratio_mean": (ratio_S * tokens_S).sum(), **clip_sums(cut_S * tokens_S, ratio_S, 1.0)}
+    return TokenLoss(loss_T, {**sums, **entropy_estimate(inputs)})
 
 
 def gspo_token(inputs: TokenInputs) -> TokenLoss:
@@ -76,12 +59,9 @@ def gspo_token(inputs: TokenInputs) -> TokenLoss:
     loss_T, slope_T, cut_T = clipped_surrogate(
         ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
     )
-    metrics_T = {
-        "ratio_mean": ratio_T,
-        "clip_fraction": cut_T,
-        "entropy_estimate": entropy_estimate(inputs),
-    }
-    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), metrics_T)
+    sums = {"ratio_mean": ratio_T.sum(), **clip_sums(cut_T, ratio_T, 1.0)}
+    sums |= entropy_estimate(inputs)
+    return TokenLoss(with_slope(inputs.logprobs_T, loss_T, slope_T), sums)
 
 
 def gmpo(inputs: TokenInputs) -> TokenLoss:
@@ -94,21 +74,27 @@ def gmpo(inputs: TokenInputs) -> TokenLoss:
         loss = -A_i * exp(mean over t of g_t)
 
     The paper's bounds are wide: low 0.4, high 0.4, which keeps ratios in [e^-0.4, e^0.4].
-    Metrics: ``ratio_mean`` of the geometric means; ``clip_fraction``, the share of tokens at which
-    the bound cut the gradient; ``entropy_estimate``.
+    Metrics: ``ratio_mean`` of the geometric means; the clip fractions, as ``ppo_clip``'s, which
+    count tokens; ``entropy_estimate``.
     """
     sequences, advantages_T = inputs.told_sequences(), inputs.told_advantages()
-    gap_T = inputs.logprobs_T.detach() - inputs.old_logprobs_T
-    beyond_T = gap_T.clamp(-inputs.clip_low, inputs.clip_high).sub_(gap_T)
-    # The bound is the lesser objective where it goes against the advantage.
-    cut_T = (beyond_T * advantages_T).lt_(0)
-    ratio_S = torch.exp(sequences.means(gap_T.addcmul_(beyond_T, cut_T)))
+    bounded_T = torch.empty_like(inputs.logprobs_T, requires_grad=False)
+    free_T = torch.empty_like(bounded_T)
+    sums: dict[str, Tensor] = {}
+    for start in range(0, len(free_T), RUN):
+        span = slice(start, start + RUN)
+        gap_t = inputs.logprobs_T.detach()[span] - inputs.old_logprobs_T[span]
+        beyond_t = gap_t.clamp(-inputs.clip_low, inputs.clip_high).sub_(gap_t)
+        # The bound is the lesser objective where it goes against the advantage.
+        cut_t = (beyond_t * advantages_T[span]).lt_(0)
+        add_sums(sums, clip_sums(cut_t, gap_t, 0.0))
+        free_T[span] = 1 - cut_t
+        bounded_T[span] = gap_t.addcmul_(beyond_t, cut_t)
+    ratio_S = torch.exp(sequences.means(bounded_T))
     loss_S = sequences.firsts(advantages_T).neg() * ratio_S
-    metrics_T = {
-        "ratio_mean": sequences.spread(ratio_S),
-        "clip_fraction": cut_T,
-        "entropy_estimate": entropy_estimate(inputs),
-    }
-    # The derivative of each response's loss by its mean gap is the loss; cut tokens have none.
-    free_T = _Through.apply(inputs.logprobs_T, cut_T)
-    return TokenLoss(of_sequences(free_T, loss_S, loss_S, sequences), metrics_T)
+    mean = {"ratio_mean": (ratio_S * sequences.lengths_S).sum()}
+    # The derivative of each response's loss by its mean gap is the loss.
+    return TokenLoss(
+        of_sequences(inputs.logprobs_T, loss_S, loss_S, sequences, free_T),
+        {**mean, **sums, **entropy_estimate(inputs)},
+    )
