@@ -42,6 +42,8 @@ def reference_kl(graph: Graph, outcome: StepOutcome) -> dict[str, float]:
         names = [node.inputs.get(name) for name in ("logprobs", "ref_logprobs")]
         if node.function is None or node.name not in outcome.results:
             continue
+        if "kl_baseline" in node.outputs:
+            continue  # of answers to other prompts, and charged to no reward
         if all(name is not None and name in outcome.fields for name in names):
             mine, reference = (outcome.fields[str(name)].data.values for name in names)
             if len(mine):

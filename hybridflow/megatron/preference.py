@@ -61,7 +61,11 @@ class PreferenceUpdateLoss:
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
         self._metrics.add("tokens", tokens, 1 / replicas)
         self._metrics.add("response_length_mean", tokens, sum(rows.responses for rows in parts))
-        return self._metrics.reduce()
+        found = self._metrics.reduce()
+        if self._loss.kinds is not None:
+            good, bad = self._loss.kinds
+            found["reward_margin"] = found[good] - found[bad]
+        return found
 
 
 def _sums(values_R: Tensor, sequence_R: Tensor, count: int) -> Tensor:

@@ -26,7 +26,7 @@ def told(assets: Path, teacher: Path) -> list[str]:
     return [
         "roles.rollout={sampling: {max_tokens: 5}}",
         f"roles.teacher={{head: vocabulary, model: {teacher}, colocate: actor}}",
-        *("evaluation=null", "data.prompts_per_step=8", "data.samples_per_prompt=4"),
+        *("evaluation.temperature=1.0", "data.prompts_per_step=8", "data.samples_per_prompt=4"),
     ]
 
 
@@ -35,6 +35,8 @@ def test_the_student_moves_to_the_teacher(run_recipe, assets: Path, other_model:
     steps = run_recipe("distill", *told(assets, other_model), "steps=8", lr, "export=false")
     gaps = [step["update/kl"] for step in steps]
     assert gaps[0] > 0.05 and sum(gaps[-2:]) < sum(gaps[:2])
+    held_out = [step["eval/kl"] for step in steps if "eval/kl" in step]
+    assert len(held_out) == 4 and held_out[-1] < held_out[0]
 
 
 def test_another_vocabulary_is_a_fault(write_recipe, assets: Path, tmp_path: Path):

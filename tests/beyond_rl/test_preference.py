@@ -13,7 +13,7 @@ PREFERENCES = {
     "ipo": [REFERENCE],
     "orpo": ["algorithm.preference.odds_weight=0.5"],
     "simpo": ["algorithm.preference={beta: 2.0, target_margin: 1.0}"],
-    "kto": [REFERENCE, "evaluation=null", "data.prompts_per_step=24"],
+    "kto": [REFERENCE, "data.prompts_per_step=24"],
 }
 QUICK = ("dpo", "kto")  # with a reference and held-out pairs; with labels and a baseline
 
@@ -32,6 +32,11 @@ def test_a_few_steps_prefer_the_chosen(run_recipe, name: str):
     if name == "kto":
         assert first["update/loss"] == pytest.approx(0.5)
         assert last["update/loss"] < 0.5 and last["update/kl_baseline"] >= 0
+        assert 0 < last["eval/loss"] < 1 and 0 <= last["eval/reward_accuracy"] <= 1
+        assert last["eval/reward_margin"] == pytest.approx(
+            last["eval/desirable_reward"] - last["eval/undesirable_reward"]
+        )
+        assert "reward/kl" not in last
 
 
 def faults(write_recipe, dataflow: str, *overrides: str) -> list[str]:

@@ -68,6 +68,9 @@ def test_the_engine_gives_the_losses_their_responses(expected: dict[str, Any]):
         for metric, values in exact.metrics.items():
             given = pytest.approx(values.mean().item(), rel=1e-4, abs=1e-6)
             assert expected[name][metric] == given, (name, metric)
+        if loss.kinds is not None:
+            good, bad = (expected[name][kind] for kind in loss.kinds)
+            assert expected[name]["reward_margin"] == pytest.approx(good - bad)
         assert expected[name]["grad_norm"] > 0
     assert expected["held out"]["loss"] == pytest.approx(expected["dpo"]["loss"], rel=1e-6)
 

@@ -147,7 +147,8 @@ def kto(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
         loss = desirable_weight   * (1 - sigmoid(beta * (r - z)))   where y is desirable
                undesirable_weight * (1 - sigmoid(beta * (z - r)))   elsewhere
 
-    Metrics: ``desirable_reward`` and ``undesirable_reward``, ``beta * r`` of each kind.
+    Metrics: ``desirable_reward`` and ``undesirable_reward``, ``beta * r`` of each kind;
+    ``reward_accuracy``, the share of responses that are on their side of the baseline.
     """
     assert responses.labels_S is not None and responses.kl_baseline is not None, "check_fields"
     rewards_S = settings.beta * responses.log_ratios_S
@@ -160,6 +161,7 @@ def kto(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
     metrics = {
         "desirable_reward": rewards_S[label_S],
         "undesirable_reward": rewards_S[~label_S],
+        "reward_accuracy": (signed_S.detach() > 0).float(),
         "kl_baseline": torch.full_like(rewards_S, responses.kl_baseline),
     }
     return PreferenceLoss(weight_S * torch.sigmoid(-signed_S), metrics)
@@ -224,12 +226,15 @@ class Preference:
         pairs: whether responses come in pairs; else each has a label.
         needs: fields of the batch, beside prompts and responses.
         metrics: names of its metrics.
+        kinds: the metrics of good and of bad responses, where these are not pairs: by how much
+            their means differ is the metric ``reward_margin``.
     """
 
     function: Callable[[Responses, PreferenceSettings], PreferenceLoss]
     pairs: bool
     needs: tuple[str, ...]
     metrics: tuple[str, ...]
+    kinds: tuple[str, str] | None = None
 
     def __call__(self, responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
         return self.function(responses, settings)
@@ -237,14 +242,16 @@ class Preference:
 
 _PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 _REFERENCE = ("ref_logprobs",)
-_PRIME = ("outcome_accuracy", "good_reward", "bad_reward")
-_KTO = ("desirable_reward", "undesirable_reward", "kl_baseline")
+_OUTCOMES = ("good_reward", "bad_reward")
+_LABELS = ("desirable_reward", "undesirable_reward")
+_PRIME = ("outcome_accuracy", *_OUTCOMES)
+_KTO = (*_LABELS, "reward_accuracy", "kl_baseline")
 
 PREFERENCES: dict[str, Preference] = {
     "dpo": Preference(dpo, True, _REFERENCE, _PAIRS),
     "ipo": Preference(ipo, True, _REFERENCE, _PAIRS),
     "orpo": Preference(orpo, True, (), (*_PAIRS, "nll", "log_odds")),
     "simpo": Preference(simpo, True, (), _PAIRS),
-    "prime": Preference(prime, False, (*_REFERENCE, "labels"), _PRIME),
-    "kto": Preference(kto, False, (*_REFERENCE, "labels", "kl_baseline"), _KTO),
+    "prime": Preference(prime, False, (*_REFERENCE, "labels"), _PRIME, _OUTCOMES),
+    "kto": Preference(kto, False, (*_REFERENCE, "labels", "kl_baseline"), _KTO, _LABELS),
 }

@@ -1,0 +1,73 @@
+"""One rollout server for many runs of this process: what it costs to start, they pay once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cluster import LocalSession, Pool, WorkerGroup
+from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
+from hybridflow.workers.rollout import RolloutWorker
+from megatron_bridge.layout import ParallelLayout
+
+
+class KeptRollout(RolloutWorker):
+    """A rollout worker whose server can go back to where it started."""
+
+    @transfer(ONE_TO_ALL)
+    def reset(self, model: Path) -> None:
+        """The weights of the model's folder, as version 0."""
+        self._client.pause("retract")
+        self._client.update_from_disk(model)
+        self._client.set_version(0)
+        self._client.continue_()
+
+
+class KeptServer:
+    """Gives sessions whose group ``rollout`` is one and the same; ``close`` it."""
+
+    def __init__(self, model: Path) -> None:
+        self._home = LocalSession()
+        self._model = model
+        self._group: WorkerGroup | None = None
+
+    def session(self) -> LocalSession:
+        """A session of one run."""
+        return _Session(self)
+
+    def group(self, layout: int, settings: Mapping[str, Any]) -> WorkerGroup:
+        """The started server, with the weights of the model's folder."""
+        if self._group is None:
+            pool = self._home.pool("rollout", 1)
+            self._group = self._home.group("rollout", KeptRollout, layout, pool, settings)
+        else:
+            self._group.run(KeptRollout.reset, self._model)
+        return self._group
+
+    def close(self) -> None:
+        """End the server."""
+        self._home.close()
+
+
+class _Session(LocalSession):
+    def __init__(self, kept: KeptServer) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def group(
+        self,
+        name: str,
+        worker_class: type,
+        layout: ParallelLayout | int,
+        pool: Pool | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        threads: int = 1,
+        first_slot: int = 0,
+    ) -> WorkerGroup:
+        if worker_class is RolloutWorker:
+            assert isinstance(layout, int) and init_kwargs is not None
+            return self._kept.group(layout, init_kwargs)
+        told = {"threads": threads, "first_slot": first_slot}
+        return super().group(name, worker_class, layout, pool, init_kwargs, **told)
