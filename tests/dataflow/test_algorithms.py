@@ -36,9 +36,6 @@ DATAFLOWS = {
     "cispo": ["algorithm.clip=[0.9, 4.0]"],
     "sapo": ["algorithm.sapo={tau_negative: 1.5}", SEQUENCE],
 }
-# Advantages per token, a loss of whole responses, and a second rollout; the others go the same way
-# as one of them.
-QUICK = ("reinforce_pp", "gspo", "remax", "prime")
 
 
 def overrides_of(name: str, folder: Path) -> list[str]:
@@ -63,10 +60,8 @@ def run(recipe) -> dict[str, float]:
     return list(read_metrics(folder))[-1]["metrics"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DATAFLOWS],
-)
+@pytest.mark.slow  # the shipped recipes of these run in test_twins.py
+@pytest.mark.parametrize("name", DATAFLOWS)
 def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
     metrics = run(make_recipe(*overrides_of(name, tmp_path)))
     assert metrics["update/grad_norm"] > 0 and metrics["reward/std"] > 0

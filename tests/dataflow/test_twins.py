@@ -1,4 +1,4 @@
-"""Every shipped tiny recipe runs end to end: its own graph, roles and settings, a few steps long."""
+"""Every shipped tiny recipe runs end to end, a few steps: its own graph, roles and settings."""
 
 import math
 from collections.abc import Iterator
