@@ -24,10 +24,15 @@ def move(state: SharedState, recipe: Recipe, metrics: Mapping[str, float], sampl
     _move_multiplier(state, recipe, metrics)
 
 
+def _trained(metrics: Mapping[str, float]) -> bool:
+    """Whether the actor took a step: its node was on, and not every response was masked."""
+    return "update/loss" in metrics and metrics.get("update/tokens", 1.0) > 0
+
+
 def _move_multiplier(state: SharedState, recipe: Recipe, metrics: Mapping[str, float]) -> None:
     """Lambda follows the cost of steps that train the actor, which alone can lower it."""
     told, cost = recipe.algorithm.lagrangian, metrics.get("cost/mean")
-    if told is None or cost is None or "update/loss" not in metrics or not math.isfinite(cost):
+    if told is None or cost is None or not _trained(metrics) or not math.isfinite(cost):
         return
     rule = partial(next_multiplier, mean_cost=cost, limit=told.limit, rate=told.lr)
     state.revise("lambda", rule, by="algorithm.lagrangian")
@@ -39,7 +44,7 @@ def _move_kl(
     """The coefficient follows the KL of steps that train the actor, which alone can answer."""
     told = recipe.algorithm.kl
     adaptive, kl = told.adaptive, metrics.get(MEASURED_KL[told.place])
-    if adaptive is None or kl is None or "update/loss" not in metrics or not math.isfinite(kl):
+    if adaptive is None or kl is None or not _trained(metrics) or not math.isfinite(kl):
         return
     rule = partial(
         adaptive_coefficient,

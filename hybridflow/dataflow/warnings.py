@@ -59,6 +59,14 @@ RULES = (
         "rewards of good and bad responses",
     ),
     Rule(
+        "*/skipped_steps",
+        lambda count: count > 0,
+        1,
+        "{value:g} mini-batches have no token that takes part in the loss and took no optimizer "
+        "step ({metric}): every response of theirs is masked, or was rejected by "
+        "algorithm.rollout_correction",
+    ),
+    Rule(
         "reward/*/errors",
         lambda count: count > 0,
         1,

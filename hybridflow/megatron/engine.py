@@ -1,13 +1,12 @@
 """The training engine of one role: a Megatron model on this group of ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -28,11 +27,11 @@ from hybridflow.megatron.config import (
 )
 from hybridflow.megatron.full_kl import ReferenceHead
 from hybridflow.megatron.head import VALUE, VOCABULARY, model_config
-from hybridflow.megatron.lockstep import in_lockstep
+from hybridflow.megatron.lockstep import global_normalisers, in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
 from hybridflow.megatron.reward_loss import ScoreUpdateLoss, check_pairs, pair_rows
-from hybridflow.megatron.rows import check_fields, rows_of
+from hybridflow.megatron.rows import check_fields, mini_batches, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
 from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
 from megatron_bridge import live
@@ -172,13 +171,18 @@ class Engine:
         Returns:
             Metrics, the same on every rank.
 
+        A mini-batch that has no token left to learn from, on any rank, takes no step:
+        ``skipped_steps`` counts them.
+
         Raises:
             ValueError: a field is missing, or a rank has no response in some mini-batch.
+            Disagreement: rollout, old policy and trainer are not one policy before the first step
+                (``agreement_bound``, ``old_bound``); no parameter has moved.
             FloatingPointError: loss or gradient is not finite; names the optimizer step.
         """
         self._require_head(VOCABULARY)
         check_fields(batch, loss)
-        parts = [rows_of(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)]
+        parts = mini_batches(batch, loss, *self._packing())
         measured = update_loss(loss, batch, self._packed.device, self._reference_head)
         return self._optimise(parts, measured, loss)
 
@@ -231,17 +235,26 @@ class Engine:
         optimizer = self._trainer()
         packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
         parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
-        normalisers = _global_normalisers(parts)
-        norms, rate = [], 0.0
-        for epoch in range(loss.epochs):
-            for place, (rows, normaliser) in enumerate(zip(parts, normalisers, strict=True)):
-                pack_loss = measured.of(rows, normaliser, first=epoch == place == 0)
-                norm, rate = self._step(optimizer, rows, loss, pack_loss)
+        normalisers = global_normalisers(parts)
+        norms, rate = [], optimizer.rate(loss.lr_scale)
+        for _ in range(loss.epochs):
+            for rows, normaliser in zip(parts, normalisers, strict=True):
+                if normaliser is None:  # a step without a gradient: momentum would move weights
+                    continue
+                pack_loss = measured.of(rows, normaliser, first=not norms)
+                norm, rate = self._step(
+                    optimizer, rows, loss, pack_loss, None if norms else measured.check
+                )
                 norms.append(norm)
         metrics = measured.reduce(parts)
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"{self._where()}: the loss is {metrics['loss']}")
-        return {**metrics, "grad_norm": sum(norms) / len(norms), "lr": rate}
+        return {
+            **metrics,
+            "grad_norm": sum(norms) / max(len(norms), 1),
+            "lr": rate,
+            "skipped_steps": loss.epochs * normalisers.count(None),
+        }
 
     def evaluate(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss on the batch and what it measures, without a step.
@@ -272,11 +285,18 @@ class Engine:
             raise ValueError(f"this model ends in the {self.config.head}, not in the {head}")
 
     def _step(
-        self, optimizer: ModelOptimizer, rows: Any, loss: _Passes, pack_loss: PackLoss
+        self,
+        optimizer: ModelOptimizer,
+        rows: Any,
+        loss: _Passes,
+        pack_loss: PackLoss,
+        check: Callable[[], None] | None,
     ) -> tuple[float, float]:
-        """One optimizer step; gradient norm and learning rate."""
+        """One optimizer step, unless ``check`` raises; gradient norm and learning rate."""
         optimizer.zero_grad()
         self._packed.forward_backward(rows.packs, loss.temperature, pack_loss)
+        if check is not None:
+            check()
         try:
             return optimizer.step(loss.lr_scale)
         except FloatingPointError as error:
@@ -387,26 +407,3 @@ def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config, settings, model)
-
-
-def _global_normalisers(parts: list[Any]) -> list[float]:
-    """Each mini-batch's normaliser, summed over data-parallel ranks.
-
-    Raises:
-        ValueError: on every rank alike, when one of them has nothing to learn from.
-    """
-    shares_M2 = torch.tensor(
-        [[rows.normaliser, float(rows.empty)] for rows in parts],
-        dtype=torch.float64,
-        device=device.device(),
-    )
-    dist.all_reduce(shares_M2, group=parallel_state.get_data_parallel_group())
-    normalisers, empty = shares_M2.T.tolist()
-    if any(empty):
-        raise ValueError(
-            f"{int(sum(empty))} of {len(parts)} mini-batches x "
-            f"{parallel_state.get_data_parallel_world_size()} data-parallel ranks have no response "
-            "token; use at least dp x mini_batches prompts a step"
-        )
-    # Where all responses are masked every weight is 0, and so is the loss.
-    return [normaliser or 1.0 for normaliser in normalisers]

@@ -1,9 +1,11 @@
-"""The same number of forward passes on every rank that exchanges tokens of experts.
+"""What data-parallel ranks must agree on before an update: passes, normalisers, steps.
 
 Data-parallel ranks pack their own rows, so one may have fewer packs than another. Where experts
 are spread over them each pass is collective, and a rank that has run out joins with an idle pack:
 one token that predicts nothing, so that it adds to no loss, gradient or metric.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,3 +53,26 @@ def _idle_pack() -> Pack:
         responses_N=none,
         rows_N=none,
     )
+
+
+def global_normalisers(parts: list[Any]) -> list[float | None]:
+    """Each mini-batch's normaliser, summed over data-parallel ranks; None where no rank has a token
+    that takes part in the loss.
+
+    Raises:
+        ValueError: on every rank alike, when one of them has nothing to learn from.
+    """
+    shares_M3 = torch.tensor(
+        [[rows.normaliser, float(rows.tokens), float(rows.empty)] for rows in parts],
+        dtype=torch.float64,
+        device=device.device(),
+    )
+    dist.all_reduce(shares_M3, group=parallel_state.get_data_parallel_group())
+    normalisers, tokens, empty = shares_M3.T.tolist()
+    if any(empty):
+        raise ValueError(
+            f"{int(sum(empty))} of {len(parts)} mini-batches x "
+            f"{parallel_state.get_data_parallel_world_size()} data-parallel ranks have no response "
+            "token; use at least dp x mini_batches prompts a step"
+        )
+    return [share if count else None for share, count in zip(normalisers, tokens, strict=True)]

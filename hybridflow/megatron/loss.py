@@ -13,7 +13,7 @@ from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
 from hybridflow.megatron.full_kl import ReferenceHead, full_kl
 from hybridflow.megatron.logprobs import TokenReadings, VocabParallelLogits
-from hybridflow.megatron.metrics import CorrectionMetrics, RolloutGap, TokenMetrics
+from hybridflow.megatron.metrics import CorrectionMetrics, Measured, RolloutGap, TokenMetrics
 from hybridflow.megatron.preference import PreferenceUpdateLoss
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
@@ -37,7 +37,7 @@ def update_loss(
     return UpdateLoss(settings, batch, device, reference_head)
 
 
-class UpdateLoss:
+class UpdateLoss(Measured):
     """Makes the loss of each mini-batch and gathers the metrics of the whole update."""
 
     def __init__(
@@ -55,7 +55,8 @@ class UpdateLoss:
         maxima = []
         if "ref_logprobs" in batch or "ref_hidden" in batch:
             sums.append("kl")
-        if "old_logprobs" in batch:
+        self._compares_old = "old_logprobs" in batch
+        if self._compares_old:
             sums.append(OLD_GAP)
         if settings.reads_entropy:
             sums.append("entropy")
@@ -96,7 +97,7 @@ class UpdateLoss:
     def _compare(self, rows: Rows, pack: Pack, logprobs_R: Tensor) -> None:
         """The weights before the update beside what sampled, and beside the old policy."""
         if self._gap is not None:
-            self._gap.record(pack.source_R, logprobs_R)
+            self._gap.record(pack.source_R + rows.start, logprobs_R)
         if rows.old_logprobs_T is not None:
             self._metrics.add(OLD_GAP, (logprobs_R - rows.old_logprobs_T[pack.source_R]).abs())
 
@@ -162,13 +163,18 @@ class UpdateLoss:
             bound,
         )
 
-    def reduce(self, parts: list[Rows]) -> dict[str, float]:
-        """Metrics of the update, the same on every rank; collective.
-
-        Raises:
-            Disagreement: rollout and trainer differ by more than ``settings.agreement_bound``, or
-                the old policy and the trainer by more than ``settings.old_bound``.
+    def check(self) -> None:
+        """Raises:
+        Disagreement: rollout and trainer differ by more than ``settings.agreement_bound``, or
+            the old policy and the trainer by more than ``settings.old_bound``.
         """
+        if self._gap is not None:
+            self._gap.check()
+        if self._compares_old and self._settings.old_bound is not None:
+            agreement.check_old(self._metrics.mean(OLD_GAP), self._settings.old_bound)
+
+    def reduce(self, parts: list[Rows]) -> dict[str, float]:
+        """Metrics of the update, the same on every rank; collective."""
         replicas = parallel_state.get_data_parallel_world_size()
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
         self._metrics.add("tokens", tokens, 1 / replicas)
@@ -178,7 +184,4 @@ class UpdateLoss:
                 CorrectionMetrics.add(self._metrics, rows.correction)
         if self._gap is not None:
             self._gap.report(self._metrics)
-        found = CorrectionMetrics.finish(self._metrics.reduce())
-        if OLD_GAP in found and self._settings.old_bound is not None:
-            agreement.check_old(found[OLD_GAP], self._settings.old_bound)
-        return found
+        return CorrectionMetrics.finish(self._metrics.reduce())

@@ -41,6 +41,13 @@ class TokenMetrics:
             highest = values_T.detach().double().max().to(self._maxima[name].device)
             torch.maximum(self._maxima[name], highest, out=self._maxima[name])
 
+    def mean(self, name: str) -> float:
+        """The mean of ``name`` so far, over all ranks; collective."""
+        total_2 = self._sums[name].clone()
+        dist.all_reduce(total_2)
+        total, count = total_2.tolist()
+        return total / max(count, 1e-12)
+
     def reduce(self) -> dict[str, float]:
         """Means and maxima over all ranks; collective, the same on each."""
         result: dict[str, float] = {}
@@ -54,6 +61,14 @@ class TokenMetrics:
             dist.all_reduce(highest_N, op=dist.ReduceOp.MAX)
             result |= dict(zip(self._maxima, highest_N.tolist(), strict=True))
         return result
+
+
+class Measured:
+    """What measures an update while it gives the losses of its packs."""
+
+    def check(self) -> None:
+        """Raises where the update must not go on; collective, after the first mini-batch's
+        gradients and before the first optimizer step."""
 
 
 class CorrectionMetrics:
@@ -95,7 +110,7 @@ class RolloutGap:
     SUMS, MAXIMUM = ("rollout_gap_mean", "rollout_kl", "rollout_gap_share"), "rollout_gap_max"
 
     def __init__(self, settings: LossSettings, batch: Batch, device: torch.device) -> None:
-        """``batch``: this rank's rows, of which the first mini-batch is the beginning."""
+        """``batch``: this rank's rows, all mini-batches."""
         self._threshold = settings.agreement_threshold
         self._bound = settings.agreement_bound
         self._rollout: Ragged = batch["rollout_logprobs"]
@@ -111,26 +126,35 @@ class RolloutGap:
         self._trainer_T[places_R] = logprobs_R.detach().float()
         self._compared_T[places_R] = True
 
-    def report(self, metrics: TokenMetrics) -> None:
-        """Adds what was recorded to ``metrics``.
+    def check(self) -> None:
+        """Collective over all ranks where there is a bound.
 
         Raises:
-            Disagreement: a token differs by more than the bound; on every rank. Collective over
-                all ranks where there is a bound.
+            Disagreement: a token differs by more than the bound; on every rank.
         """
-        rollout = self._rollout.with_values(self._rollout.values.float())
-        trainer_T, compared_T = self._trainer_T.cpu(), self._compared_T.cpu()
+        if self._bound is None:
+            return
+        worst = agreement.worst_token(*self._compared())
+        device = self._trainer_T.device
+        agreement.check(_worst_of_all(worst, len(self._rollout), device), self._bound)
+
+    def _compared(self) -> tuple[Ragged, Tensor, Tensor]:
+        """The rollout's log-probabilities, the trainer's, and which tokens are compared."""
+        compared_T = self._compared_T.cpu()
         if self._current_T is not None:
             compared_T &= self._current_T
+        rollout = self._rollout.with_values(self._rollout.values.float())
+        return rollout, self._trainer_T.cpu(), compared_T
+
+    def report(self, metrics: TokenMetrics) -> None:
+        """Adds what was recorded to ``metrics``."""
+        rollout, trainer_T, compared_T = self._compared()
         values = agreement.gap_values(
             rollout.values[compared_T], trainer_T[compared_T], self._threshold
         )
         for name, values_T in values.items():
             metrics.add(name, values_T)
         metrics.maximum(self.MAXIMUM, values["rollout_gap_mean"])
-        if self._bound is not None:
-            worst = agreement.worst_token(rollout, trainer_T, compared_T)
-            agreement.check(_worst_of_all(worst, len(rollout), self._trainer_T.device), self._bound)
 
 
 def _worst_of_all(mine: TokenGap | None, samples: int, device: torch.device) -> TokenGap | None:

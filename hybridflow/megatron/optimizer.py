@@ -78,6 +78,10 @@ class ModelOptimizer:
         self.steps += 1
         return grad_norm, rate
 
+    def rate(self, scale: float = 1.0) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self.settings, self.steps) * scale
+
     def offload(self) -> None:
         """Move the optimizer's tensors from the GPU to the host; nothing else may be called
         before ``restore``."""
@@ -88,7 +92,7 @@ class ModelOptimizer:
         self._optimizer.restore_from_cpu()
 
     def _set_rates(self, scale: float) -> float:
-        rate = learning_rate(self.settings, self.steps) * scale
+        rate = self.rate(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]

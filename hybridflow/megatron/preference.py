@@ -9,12 +9,12 @@ from hybridflow.algorithms.packing import Pack
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings
 from hybridflow.megatron.logprobs import VocabParallelLogits
-from hybridflow.megatron.metrics import TokenMetrics
+from hybridflow.megatron.metrics import Measured, TokenMetrics
 from hybridflow.megatron.rows import Rows
 from hybridflow.megatron.step import PackLoss
 
 
-class PreferenceUpdateLoss:
+class PreferenceUpdateLoss(Measured):
     """As ``UpdateLoss``. A pair is never cut, so a pack's loss is the sum over its pairs."""
 
     def __init__(self, settings: LossSettings, batch: Batch, device: torch.device) -> None:

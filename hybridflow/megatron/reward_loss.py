@@ -10,7 +10,7 @@ from hybridflow.algorithms.losses.reward_model import METRICS, SCORE_LOSSES, bra
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import ValueLossSettings
-from hybridflow.megatron.metrics import TokenMetrics
+from hybridflow.megatron.metrics import Measured, TokenMetrics
 from hybridflow.megatron.step import PackLoss
 
 
@@ -71,7 +71,7 @@ def check_pairs(batch: Batch, loss: ValueLossSettings) -> None:
         raise ValueError(f"loss '{loss.name}': a response is empty; it needs one token or more")
 
 
-class ScoreUpdateLoss:
+class ScoreUpdateLoss(Measured):
     """As ``ValueUpdateLoss``, of pairs."""
 
     def __init__(self, settings: ValueLossSettings, device: torch.device) -> None:

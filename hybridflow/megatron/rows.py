@@ -34,6 +34,7 @@ class Rows:
             its own.
         correction: of the mismatch between trainer and rollout; None: none.
         labels_S: bool, whether each response is desirable.
+        start: response tokens of the rank's whole batch that come before these rows.
     """
 
     packs: list[Pack]
@@ -49,6 +50,7 @@ class Rows:
     rollout_logprobs_T: Tensor | None
     correction: Correction | None
     labels_S: Tensor | None = None
+    start: int = 0
 
     def to(self, device: torch.device) -> "Rows":
         """The same rows, flat fields on ``device``; packs follow when they are run."""
@@ -61,6 +63,18 @@ class Rows:
             fields = {name: value.to(device) for name, value in vars(self.correction).items()}
             moved["correction"] = Correction(**fields)
         return replace(self, **moved)
+
+
+def mini_batches(
+    batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bool
+) -> list[Rows]:
+    """The rows of each optimizer step of a pass over the batch, in order."""
+    found: list[Rows] = []
+    start = 0
+    for part in batch.split(loss.mini_batches):
+        found.append(replace(rows_of(part, loss, max_tokens, share_prompts), start=start))
+        start += len(part["responses"].values)
+    return found
 
 
 def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bool) -> Rows:

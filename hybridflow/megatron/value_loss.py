@@ -11,7 +11,7 @@ from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.algorithms.values import VALUE_LOSSES, ValueInputs
 from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import ValueLossSettings
-from hybridflow.megatron.metrics import TokenMetrics
+from hybridflow.megatron.metrics import Measured, TokenMetrics
 from hybridflow.megatron.step import PackLoss
 from hybridflow.recipe.names import hint
 
@@ -74,7 +74,7 @@ def check_value_fields(batch: Batch, loss: ValueLossSettings) -> None:
             raise ValueError(f"loss '{loss.name}' needs the field '{name}'")
 
 
-class ValueUpdateLoss:
+class ValueUpdateLoss(Measured):
     """Makes the loss of each mini-batch and gathers the metrics of the whole update."""
 
     def __init__(self, settings: ValueLossSettings, device: torch.device) -> None:

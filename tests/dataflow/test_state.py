@@ -246,6 +246,9 @@ def test_the_kl_coefficient_waits_for_steps_that_train_the_actor(make_recipe) ->
     controllers.move(state, recipe, {"reward/kl": 0.0, "critic/loss": 1.0}, 100)
     state.apply()
     assert state["kl_coef"] == 0.1, "a warm-up of the critic"
+    controllers.move(state, recipe, {"reward/kl": 0.0, "update/loss": 0.0, "update/tokens": 0.0}, 9)
+    state.apply()
+    assert state["kl_coef"] == 0.1, "every response was masked, and no step taken"
     controllers.move(state, recipe, {"reward/kl": 1.0, "update/kl": -1.0, "update/loss": 0.5}, 100)
     state.apply()
     assert state["kl_coef"] == pytest.approx(0.1 * 1.02), "by the KL that the reward pays"

@@ -194,6 +194,41 @@ def test_everything_masked_moves_nothing(tiny_qwen3: str):
     left, nothing = run_ranks(updates, 2, tiny_qwen3, [half, none], layout)[0]
     assert left["grad_norm"] > 0 and left["tokens"] > 0
     assert nothing["grad_norm"] == nothing["loss"] == nothing["tokens"] == 0
+    assert nothing["skipped_steps"] == 1 and left["skipped_steps"] == 0
+
+
+def masked_steps(
+    path: str, layout: ParallelLayout, whole: Batch, half: Batch
+) -> tuple[dict[str, float], list[bool]]:
+    """An update of two mini-batches of which the first is masked: its metrics; whether nothing
+    moves without a token, and whether the second moves the weights as it would alone."""
+    loss = settings("ppo_clip")
+    engine, other = (make_engine(path, layout) for _ in range(2))
+    for each in (engine, other):  # so that Adam has momentum
+        each.update(my_part(whole, layout), loss)
+    weights = [tensor.clone() for _, tensor in engine.export_weights()]
+    nothing = torch.zeros(half.samples, dtype=torch.bool)
+    masked = half.with_field("sample_mask", Axis.SAMPLES, nothing)
+    engine.update(my_part(masked, layout), loss)
+    still = all(map(torch.equal, weights, [tensor for _, tensor in engine.export_weights()]))
+    kept = half.with_field("sample_mask", Axis.SAMPLES, ~nothing)
+    parts = Batch.concat([my_part(masked, layout), my_part(kept, layout)])
+    metrics = engine.update(parts, replace(loss, mini_batches=2, agreement_bound=9.0))
+    other.update(my_part(kept, layout), loss)
+    pairs = zip(engine.export_weights(), other.export_weights(), strict=True)
+    return metrics, [still, all(torch.equal(one, two) for (_, one), (_, two) in pairs)]
+
+
+@pytest.mark.parametrize("layout", [ONE, ParallelLayout(dp=2)], ids=["one", "dp2"])
+def test_a_masked_mini_batch_takes_no_step(tiny_qwen3: str, layout: ParallelLayout):
+    """Neither momentum nor weight decay moves a weight, and the schedule stands still."""
+    batch = off_policy_batch()
+    half = batch.slice(0, 2)
+    results = run_ranks(masked_steps, layout.world, tiny_qwen3, layout, batch, half)
+    for metrics, as_wanted in results:
+        assert as_wanted == [True, True] and metrics["skipped_steps"] == 1
+        assert metrics["grad_norm"] > 0 and metrics["tokens"] == len(half["responses"].values)
+        assert 0 < metrics["rollout_gap_max"] < 9  # of the tokens of the second mini-batch
 
 
 def updates(

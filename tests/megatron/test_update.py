@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms import AGGREGATIONS
+from hybridflow.algorithms.agreement import Disagreement
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import LossSettings, OptimizerSettings
 from hybridflow.recipe.axes import Axis
@@ -183,6 +184,29 @@ def test_an_old_policy_that_is_not_the_actors_ends_the_update(tiny_qwen3: str):
     assert str(failure.value).count("Disagreement: 'old_logprobs' differ") >= 2
     (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [wrong], replace(bounded, old_bound=None))
     assert result["metrics"][0]["old_gap_mean"] > 1e-2
+
+
+def refused(path: str, layout: ParallelLayout, batch: Batch, losses: list[LossSettings]) -> int:
+    """How many of ``losses`` end an update of momentum and weight decay with all weights as they
+    were."""
+    engine = make_engine(path, layout)
+    engine.update(my_part(batch, layout), replace(losses[0], agreement_bound=None, old_bound=None))
+    held = 0
+    for loss in losses:
+        before = {n: t.clone() for n, t in engine.export_weights()}
+        with pytest.raises(Disagreement):
+            engine.update(my_part(batch, layout), loss)
+        held += all(torch.equal(before[n], t) for n, t in engine.export_weights())
+    return held
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=["dp2", "pp2"])
+def test_what_disagrees_is_never_written_into_the_weights(tiny_qwen3: str, layout: ParallelLayout):
+    """Neither the old policy's bound nor the rollout's lets an optimizer step pass."""
+    batch = with_old(make_batch())
+    bounds = ({"old_bound": 1e-4}, {"agreement_bound": 1e-4})
+    losses = [replace(GRPO, mini_batches=2, **bound) for bound in bounds]
+    assert run_ranks(refused, 2, tiny_qwen3, layout, batch, losses)[0] == 2
 
 
 def test_an_empty_rank_is_an_error_on_every_rank(tiny_qwen3: str):
