@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 
 from hybridflow import owned
-from hybridflow.cluster.processes import MARK, end_marked
+from hybridflow.cluster.processes import MARK, end_marked, marked
 
 FOLDERS = "hybridflow-ray-"
+_ENDING = {signal.SIGTERM, signal.SIGHUP}
+_SHUTDOWN_SECONDS = 30.0
 _STARTED_FOLDERS: list[Path] = []
 
 
@@ -89,10 +91,33 @@ def leave(mark: str) -> None:
     """Disconnects; a Ray that ``start_local`` started with ``mark`` ends, and its files go."""
     import ray
 
-    ray.shutdown()
+    with _ended_with_raylet(mark):
+        ray.shutdown()
     end_marked(mark)
     while _STARTED_FOLDERS:
         owned.remove(_STARTED_FOLDERS.pop())
+
+
+@contextmanager
+def _ended_with_raylet(mark: str) -> Iterator[None]:
+    """Within it all processes of ``mark`` end as soon as its raylet has.
+
+    ``ray.shutdown`` asks one after the other by SIGTERM, which they do not heed, and gives each a
+    second before it kills it.
+    """
+    raylets = [p for p in marked(mark) if p.name() == "raylet"] if _STARTED_FOLDERS else []
+
+    def follow() -> None:
+        psutil.wait_procs(raylets, timeout=_SHUTDOWN_SECONDS)
+        if not any(raylet.is_running() for raylet in raylets):
+            end_marked(mark, patience=0.0)
+
+    follower = threading.Thread(target=follow, name="ray-end", daemon=True)
+    if raylets:
+        follower.start()
+    yield
+    if raylets:
+        follower.join(_SHUTDOWN_SECONDS)
 
 
 def _quiet() -> None:
@@ -117,13 +142,21 @@ def _marked(mark: str) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray sets a handler of its own for SIGTERM, which ends the process at once."""
+    """The signals that end a run are the driver's alone.
+
+    `timeout`, `scancel` and systemd send SIGTERM to every process of a job. Ray's would end at
+    once, and the driver's orderly end would wait for them in vain: they start with these signals
+    blocked, and end when the driver ends them. Those that arrive meanwhile are delivered after it.
+    Ray also sets a handler of its own for SIGTERM, which ends the process at once.
+    """
     before = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def refuse_second() -> None:

@@ -1,8 +1,11 @@
 """A run that loses a process ends with the cause first, and leaves no orphan."""
 
+import contextlib
 import re
 import signal
+import time
 
+import psutil
 import pytest
 
 from hybridflow.monitor import read_events, read_metrics
@@ -37,6 +40,18 @@ def test_sigterm(running, tmp_path) -> None:
     assert running.wait() == 143, running.output
     assert not running.left_over()
     assert recorded(tmp_path) >= before
+
+
+def test_sigterm_to_every_process(running) -> None:
+    """As `timeout`, `scancel` and systemd send it: Ray must outlive the driver's orderly end."""
+    begun = time.monotonic()
+    for process in running.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output
+    assert "ended by SIGTERM" in running.output and "GCS" not in running.output
+    assert time.monotonic() - begun < 60, "Ray's own patience with a lost head"
+    assert not running.left_over()
 
 
 def test_a_killed_rollout_server_is_replaced(running, tmp_path) -> None:
