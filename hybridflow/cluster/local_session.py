@@ -2,27 +2,25 @@
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from typing import Any, Self
+from typing import Any
 
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import Ranks
 from hybridflow.cluster.host import (
     Death,
     Outcome,
     Rendezvous,
     WorkerHost,
     free_port,
-    init_arguments,
     this_node,
 )
-from hybridflow.cluster.session import GroupRegister, Place, Pool, as_layout, leave, slots_of
+from hybridflow.cluster.session import GroupOrder, Place, Pool, Session
 from hybridflow.cluster.transfer import Piece
-from megatron_bridge.layout import ParallelLayout
 
 
-class LocalSession:
-    """Same interface as ``RaySession``; a parallel layout must be of one rank, since the ranks of
+class LocalSession(Session):
+    """A session without Ray; a parallel layout must be of one rank, since the ranks of
     a process group are processes. Independent workers may be several.
 
     A worker that hangs past its deadline cannot be killed here: its thread is left behind, and
@@ -30,9 +28,7 @@ class LocalSession:
     """
 
     def __init__(self, *, start_timeout: float = 600.0, call_timeout: float = 3600.0) -> None:
-        self._start_seconds = start_timeout
-        self._call_seconds = call_timeout
-        self._register = GroupRegister()
+        super().__init__(start_timeout, call_timeout)
 
     def pool(self, name: str, slots: int) -> Pool:
         """Any number of slots: nothing is reserved in one process."""
@@ -40,61 +36,19 @@ class LocalSession:
             raise ValueError(f"pool '{name}': at least one slot is needed, got {slots}")
         return Pool(name, (Place(this_node().id),) * slots)
 
-    def group(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int = 1,
-        first_slot: int = 0,
-    ) -> WorkerGroup:
-        """See ``Session.group``; ``threads`` is that of this process and changes nothing here."""
-        with self._register.claim(name):
-            return self._start(name, worker_class, layout, pool, init_kwargs, first_slot)
-
-    def _start(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None,
-        init_kwargs: Mapping[str, Any] | None,
-        first_slot: int,
-    ) -> WorkerGroup:
-        independent = not isinstance(layout, ParallelLayout)
-        layout = as_layout(name, layout)
-        if not independent and layout.world > 1:
+    def _ranks(self, order: GroupOrder) -> Ranks:
+        if not order.independent and order.layout.world > 1:
             raise ValueError(
-                f"group '{name}': a session in one process runs one rank per role, the layout has "
-                f"{layout.world}; use tp=pp=dp=1 or a RaySession"
+                f"group '{order.name}': a session in one process runs one rank per role, the "
+                f"layout has {order.layout.world}; use tp=pp=dp=1 or a RaySession"
             )
-        if pool is not None:
-            slots_of(name, layout.world, pool, first_slot)
-        ranks = _Threads(name, worker_class, layout.world, init_arguments(init_kwargs))
-        group = WorkerGroup(
-            name,
-            worker_class,
-            layout,
-            ranks,
-            start_seconds=self._start_seconds,
-            call_seconds=self._call_seconds,
-            waiters=layout.world,
-        )
-        return self._register.add(group)
+        order.slots()
+        return _Threads(order.name, order.worker_class, order.layout.world, order.init)
 
     def close(self) -> None:
         """Closes every group."""
         if problems := self._register.close():
             raise problems[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave(self, error)
 
 
 class LaneClosed(Exception):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, InvalidStateError, wait
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import Ranks
 from hybridflow.cluster.host import (
     Death,
     Failure,
@@ -21,14 +21,12 @@ from hybridflow.cluster.host import (
     Success,
     WorkerHost,
     attempt,
-    init_arguments,
     this_node,
 )
 from hybridflow.cluster.local_session import Lane, LaneClosed
 from hybridflow.cluster.ranks_store import RanksStore
-from hybridflow.cluster.session import GroupRegister, Place, Pool, as_layout, leave
+from hybridflow.cluster.session import GroupOrder, Place, Pool, Session
 from hybridflow.cluster.transfer import Piece
-from megatron_bridge.layout import ParallelLayout
 
 Join = Callable[[RanksStore], Any]
 """Makes the job's process group from its store; gives one of gloo, for results."""
@@ -38,7 +36,7 @@ _LAST_WORDS_SECONDS = 2.0
 """How long a rank whose collective broke waits for another one to say what it died of."""
 
 
-class RanksSession:
+class RanksSession(Session):
     """One rank's view. Every group has all ranks of the job, whose processes its roles share.
 
     ``store`` connects the ranks; ``join`` makes the process group. Timeouts are in seconds.
@@ -52,10 +50,9 @@ class RanksSession:
         start_timeout: float = 600.0,
         call_timeout: float = 3600.0,
     ) -> None:
+        super().__init__(start_timeout, call_timeout)
         self.store = store
         self.rank, self.world = store.rank, store.world
-        self._start_seconds, self._call_seconds = start_timeout, call_timeout
-        self._register = GroupRegister()
         # One lane for all groups: collectives of several must meet in one order on every rank.
         self._lane = Lane(f"rank-{self.rank}")
         self._control = self._lane.submit(join, store).result(timeout=start_timeout)
@@ -66,33 +63,12 @@ class RanksSession:
             raise ValueError(f"pool '{name}': {slots} slots of a job of {self.world} ranks")
         return Pool(name, (Place(this_node().id),) * slots)
 
-    def group(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int = 1,
-        first_slot: int = 0,
-    ) -> WorkerGroup:
-        """See ``Session.group``; ``threads`` is that of this process and changes nothing here."""
-        with self._register.claim(name):
-            if not isinstance(layout, ParallelLayout) or layout.world != self.world:
-                raise ValueError(
-                    f"group '{name}': under torchrun every role has all {self.world} ranks"
-                )
-            ranks = _Ranks(name, worker_class, self, init_arguments(init_kwargs))
-            group = WorkerGroup(
-                name,
-                worker_class,
-                as_layout(name, layout),
-                ranks,
-                start_seconds=self._start_seconds,
-                call_seconds=self._call_seconds,
+    def _ranks(self, order: GroupOrder) -> Ranks:
+        if order.independent or order.layout.world != self.world:
+            raise ValueError(
+                f"group '{order.name}': under torchrun every role has all {self.world} ranks"
             )
-            return self._register.add(group)
+        return _Ranks(order.name, order.worker_class, self, order.init)
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank; collective, on the lane."""
@@ -113,12 +89,6 @@ class RanksSession:
         self._lane.close()
         if problems:
             raise problems[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave(self, error)
 
 
 class _Ranks:

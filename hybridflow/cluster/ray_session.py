@@ -5,20 +5,17 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hybridflow.cluster import processes, ray_runtime, ray_slots
-from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.host import init_arguments
+from hybridflow.cluster.group import Ranks
 from hybridflow.cluster.ray_slots import GROUPS_PER_SLOT
-from hybridflow.cluster.session import GroupRegister, Pool, as_layout, leave, slots_of
-from megatron_bridge.layout import ParallelLayout
+from hybridflow.cluster.session import GroupOrder, Pool, Session
 
 
-class RaySession:
+class RaySession(Session):
     """One run's processes on Ray.
 
     Without ``address`` a Ray is started on this machine, with as many slots as devices are asked
@@ -48,11 +45,10 @@ class RaySession:
                 "launch/ray_head.sh and launch/ray_worker.sh, then pass its HOST:PORT"
             )
         ray_runtime.refuse_second()
+        super().__init__(start_timeout, call_timeout)
         self._slots = nodes * devices_per_node
         self._taken = 0
         self.mark = f"hybridflow-{secrets.token_hex(8)}/"
-        self._start_seconds, self._call_seconds = start_timeout, call_timeout
-        self._register = GroupRegister()
         self._placements: list[Any] = []
         self._pools: set[str] = set()
         self._taken_by: dict[str, set[tuple[str, int]]] = {}  # (pool, slot) of each group
@@ -117,83 +113,36 @@ class RaySession:
         held, places = ray_slots.place(placement, self._gpus, self._start_seconds)
         return Pool(name, places, held)
 
-    def group(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int = 1,
-        first_slot: int = 0,
-    ) -> WorkerGroup:
-        """See ``Session.group``."""
-        with self._register.claim(name):
-            return self._start(name, worker_class, layout, pool, init_kwargs, threads, first_slot)
-
-    def _start(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None,
-        init_kwargs: Mapping[str, Any] | None,
-        threads: int,
-        first_slot: int,
-    ) -> WorkerGroup:
+    def _ranks(self, order: GroupOrder) -> Ranks:
         from hybridflow.cluster.ray_ranks import ActorRanks
 
-        independent = not isinstance(layout, ParallelLayout)
-        layout = as_layout(name, layout)
-        mark = f"{self.mark}{name}/"
-        slots = range(0) if pool is None else slots_of(name, layout.world, pool, first_slot)
-        options = self._options(name, layout.world, pool, slots, mark, threads)
+        mark = f"{self.mark}{order.name}/"
+        slots = order.slots()
+        options = self._options(order, slots, mark)
+        pool = order.pool
         one_node = pool is not None and len({pool.places[slot].node for slot in slots}) == 1
         surroundings = [
-            self._surroundings(f"{name}-{rank}", one_node) for rank in range(layout.world)
+            self._surroundings(f"{order.name}-{rank}", one_node)
+            for rank in range(order.layout.world)
         ]
-        ranks = ActorRanks(
-            worker_class,
-            init_arguments(init_kwargs),
-            options,
-            surroundings,
-            partial(self._end_processes, mark),
-        )
-        group = WorkerGroup(
-            name,
-            worker_class,
-            layout,
-            ranks,
-            start_seconds=self._start_seconds,
-            call_seconds=self._call_seconds,
-            waiters=layout.world if independent else 1,
-        )
-        return self._register.add(group)
+        end = partial(self._end_processes, mark)
+        return ActorRanks(order.worker_class, order.init, options, surroundings, end)
 
-    def _options(
-        self,
-        name: str,
-        world: int,
-        pool: Pool | None,
-        slots: range,
-        mark: str,
-        threads: int,
-    ) -> list[dict[str, Any]]:
+    def _options(self, order: GroupOrder, slots: range, mark: str) -> list[dict[str, Any]]:
         variables = {
             processes.MARK: mark,
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(order.threads),
+            "MKL_NUM_THREADS": str(order.threads),
             # Each step frees and takes the same buffers: keep them, or every step faults its pages
             # in anew.
             "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
             "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
         }
         common = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
-        if pool is None:
-            return [{**common, "scheduling_strategy": "SPREAD"} for _ in range(world)]
-        self._take(name, pool, slots)
-        return [{**common, **share} for share in pool.handle.options(slots)]
+        if order.pool is None:
+            return [{**common, "scheduling_strategy": "SPREAD"} for _ in range(order.layout.world)]
+        self._take(order.name, order.pool, slots)
+        return [{**common, **share} for share in order.pool.handle.options(slots)]
 
     def _take(self, name: str, pool: Pool, slots: range) -> None:
         """Notes who takes the slots; ``ValueError`` when one of them is full."""
@@ -254,9 +203,3 @@ class RaySession:
             self._scratch.cleanup()
         if problems:
             raise problems[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave(self, error)
