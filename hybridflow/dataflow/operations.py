@@ -21,6 +21,9 @@ from hybridflow.recipe.schema import Recipe
 from hybridflow.workers.model import ModelWorker
 from hybridflow.workers.reward import RewardWorker
 
+SCORE_GRACE_SECONDS = 120.0
+"""After a reward role's own deadline: for ending processes, and for texts and tensors."""
+
 
 class CheckpointWriter(Protocol):
     """Saves the run after a step; returns the checkpoint's folder."""
@@ -30,12 +33,13 @@ class CheckpointWriter(Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What operations act on."""
+    """What operations act on; ``tell`` keeps an event of a kind."""
 
     recipe: Recipe
     stage: Stage
     team: Team
     save: CheckpointWriter
+    tell: Callable[[str, str], None]
 
 
 def operations(around: Surroundings) -> dict[str, Operation]:
@@ -108,7 +112,13 @@ def _generate(node: Node, around: Surroundings, batch: Batch, context: StepConte
 
 
 def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    return around.team.groups[str(node.role)].run(RewardWorker.score, batch)
+    role = str(node.role)
+    group, section = around.team.groups[role], around.recipe.roles.rewards()[role]
+    seconds = section.timeout_seconds + SCORE_GRACE_SECONDS
+    result = group.run(RewardWorker.score, batch, timeout=seconds)
+    if (text := around.team.failed_samples.see(role, group, result)) is not None:
+        around.tell("warning", f"step {context.step}: {text}")
+    return result
 
 
 def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:

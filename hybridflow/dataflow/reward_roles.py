@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.cluster import WorkerGroup
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema import Recipe
-from hybridflow.rewards import FunctionSettings, importable
+from hybridflow.rewards import FunctionSettings, RewardError, importable
 from hybridflow.workers.reward import COMPONENT, FAILED, TIMEOUT, RewardWorker
 
 
@@ -74,6 +75,39 @@ def reload_reward(
     group.run(RewardWorker.swap, fault is None)
     if fault is not None:
         raise ValueError(f"reward role '{role}' is unchanged: {fault}")
+
+
+class FailedSamples:
+    """Samples without a score, which got what `on_error` says: too many end the run."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._allowed = {r: s.max_failed_share for r, s in recipe.roles.rewards().items()}
+        self._told: set[str] = set()
+
+    def see(self, role: str, group: WorkerGroup, result: Batch) -> str | None:
+        """What to tell of a ``score`` of the role: its first one with such samples.
+
+        Raises:
+            RewardError: more than ``max_failed_share`` of the samples have no score.
+        """
+        codes = [data for field, data in result.fields.items() if field.startswith(FAILED + ":")]
+        count = int((torch.stack(codes) != 0).any(dim=0).sum()) if codes else 0
+        over = count > self._allowed[role] * result.samples
+        if not count or (role in self._told and not over):
+            return None
+        self._told.add(role)
+        first = next(filter(None, group.run(RewardWorker.first_failure)))
+        text = f"{count} of {result.samples} samples of '{role}' have no score; {first}"
+        if over:
+            key = f"roles.{role}.max_failed_share"
+            raise RewardError(
+                f"{text}; that is more than {key}={self._allowed[role]:g} allows: mend what "
+                f"scores, or raise {key}"
+            )
+        return (
+            f"{text}; they got what `on_error` says, and reward/{role}/.../errors and timeouts "
+            "count them from now on"
+        )
 
 
 class ConstantReward:

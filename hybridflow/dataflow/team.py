@@ -15,7 +15,7 @@ from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
-from hybridflow.dataflow.reward_roles import reload_reward, reward_settings
+from hybridflow.dataflow.reward_roles import FailedSamples, reload_reward, reward_settings
 from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import (
     CorrectionSettings,
@@ -52,6 +52,7 @@ class Team:
         groups: every role's group, but for the rollout engines, which are the fleet's.
         memory: of the models beside the rollout, the fullest rank's, as last measured.
         between: what other threads want done between steps.
+        failed_samples: holds each scoring against its role's ``max_failed_share``.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
 
@@ -68,6 +69,7 @@ class Team:
         self.recipe = recipe
         self.state = state
         self.between = BetweenSteps()
+        self.failed_samples = FailedSamples(recipe)
         self.kinds = recipe.roles.kinds()
         self._version = 0
         self.memory: dict[str, float] = {}

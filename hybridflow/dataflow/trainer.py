@@ -137,7 +137,8 @@ class Trainer:
         def save(context: StepContext) -> str:
             return self._save(index, stage, context)
 
-        around = Surroundings(self._plan.recipe, stage, self._team, save)
+        tell = self._records.event
+        around = Surroundings(self._plan.recipe, stage, self._team, save, tell)
         kinds = self._team.kinds
         steps = StepRunner(stage.graph, operations(around), self._runner, feed, kinds)
         column = self._plan.recipe.data.source_column

@@ -1,6 +1,7 @@
 """The rewards that a recipe may name without a path. No torch."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hybridflow.recipe.registry import Registry
@@ -16,6 +17,18 @@ class RewardEntry:
     token_level: bool = False
 
 
+def _at_least(least: float) -> Callable[[float], str | None]:
+    return lambda value: None if value >= least else f"must be {least:g} or more, not {value!r}"
+
+
+def _regex(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return None
+
+
 _REWARDS: dict[str, RewardEntry] = {
     "exact_match": RewardEntry(
         "1 when the response is the answer, letter for letter",
@@ -23,7 +36,11 @@ _REWARDS: dict[str, RewardEntry] = {
     ),
     "format_regex": RewardEntry(
         "1 when a regular expression matches the whole response",
-        {"pattern": Option("str", required=True, description="a Python regular expression")},
+        {
+            "pattern": Option(
+                "str", required=True, description="a Python regular expression", rule=_regex
+            )
+        },
     ),
     "http": RewardEntry(
         "what a service gives, asked over HTTP",
@@ -35,8 +52,10 @@ _REWARDS: dict[str, RewardEntry] = {
             "token_env": Option(
                 "str", description="environment variable with a token, sent as `Bearer`"
             ),
-            "timeout_seconds": Option("float", 30.0, description="deadline of each try"),
-            "retries": Option("int", 2, description="tries after the first one"),
+            "timeout_seconds": Option(
+                "float", description="deadline of each try; null: a share of what is left"
+            ),
+            "retries": Option("int", 2, description="tries after the first one, in time"),
             "send_row": Option("bool", False, description="also send the row of data"),
         },
         token_level=True,
@@ -51,8 +70,12 @@ _REWARDS: dict[str, RewardEntry] = {
     "length": RewardEntry(
         "1 up to a number of characters, then falling to 0",
         {
-            "budget": Option("int", required=True, description="characters that cost nothing"),
-            "slack": Option("int", 0, description="characters over which the reward falls to 0"),
+            "budget": Option(
+                "int", required=True, description="characters that cost nothing", rule=_at_least(1)
+            ),
+            "slack": Option(
+                "int", 0, description="characters over which the reward falls", rule=_at_least(0)
+            ),
         },
     ),
     "math": RewardEntry(
@@ -61,7 +84,11 @@ _REWARDS: dict[str, RewardEntry] = {
     ),
     "number_match": RewardEntry(
         "1 when the last number of the response is that of the answer",
-        {"tolerance": Option("float", 0.0, description="largest difference that is equal")},
+        {
+            "tolerance": Option(
+                "float", 0.0, description="largest difference that is equal", rule=_at_least(0)
+            )
+        },
     ),
     "reasoning_gym": RewardEntry(
         "the score of reasoning-gym's own scorer for the row's task",

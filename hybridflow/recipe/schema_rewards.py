@@ -7,14 +7,22 @@ from pydantic import BeforeValidator, Field, model_validator
 from hybridflow.recipe.ranges import Count, FunctionPath, Seconds, Wrong
 from hybridflow.recipe.section import Section
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""Of float32, which rewards become."""
+
 _POLICIES = ("fail", "group_mean")
+
+
+def is_reward(number: float) -> bool:
+    """Whether float32 holds it as a finite number."""
+    return abs(number) <= LARGEST_REWARD
 
 
 def _on_error(value: Any) -> Any:
     if value in _POLICIES:
         return value
     number = value.get("value") if isinstance(value, dict) and [*value] == ["value"] else None
-    if not isinstance(number, int | float) or isinstance(number, bool):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not is_reward(number):
         what = f"must be fail, group_mean or {{value: NUMBER}}, not {value!r}"
         raise Wrong(what, "write `on_error: {value: 0.0}`")
     return {"value": float(number)}
@@ -67,6 +75,11 @@ class RewardSection(Section):
         default="fail",
         description="of a sample whose call fails or is late: end the run, give it the mean of its "
         "prompt's other samples, or `{value: NUMBER}`",
+    )
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="of one scoring's samples: when more got what `on_error` says, the run ends; 1 "
+        "allows all",
     )
     workers: Count = Field(default=1, description="processes that score, for each function")
     sample_timeout_seconds: Seconds = Field(

@@ -1,6 +1,6 @@
 """What a call or a function takes, gives and can be told."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,13 +27,18 @@ class Input:
 
 @dataclass(frozen=True)
 class Option:
-    """A further key of a node or a parameter of a reward."""
+    """A further key of a node or a parameter of a reward.
+
+    Attributes:
+        rule: what else is wrong with a value of the right type, in words; None: nothing.
+    """
 
     dtype: Literal["str", "int", "float", "bool", "list of float", "mapping"]
     default: Any = None
     required: bool = False
     choices: tuple[str, ...] = ()
     description: str = ""
+    rule: Callable[[Any], str | None] | None = None
 
     def problem(self, value: Any) -> str | None:
         """Why ``value`` does not fit, or None; null fits where it is the default."""
@@ -43,7 +48,7 @@ class Option:
             return f"must be {self.dtype}, not {value!r}"
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}, not {value!r}"
-        return None
+        return None if self.rule is None else self.rule(value)
 
 
 def _fits(dtype: str, value: Any) -> bool:

@@ -5,7 +5,7 @@ with ``score(items)``. Nothing here imports torch, ray or a server before a rewa
 """
 
 from hybridflow.rewards.items import Level, RewardItem
-from hybridflow.rewards.outcomes import Failure, Outcome, RewardError
+from hybridflow.rewards.outcomes import Failure, Outcome, RewardError, complaint
 from hybridflow.rewards.policy import FunctionSettings, OnError, settle
 from hybridflow.rewards.registry import REWARDS, importable
 from hybridflow.rewards.resolve import Reward, resolve
@@ -22,6 +22,7 @@ __all__ = [
     "RewardError",
     "RewardItem",
     "Scorer",
+    "complaint",
     "importable",
     "resolve",
     "settle",

@@ -9,6 +9,7 @@ first, the process ends itself somewhat later.
 from __future__ import annotations
 
 import asyncio
+import copy
 import faulthandler
 import json
 import os
@@ -18,9 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridflow.rewards.deadline import set_deadline
 from hybridflow.rewards.items import RewardItem
 from hybridflow.rewards.ledger import Ledger
 from hybridflow.rewards.resolve import Reward, resolve
@@ -112,7 +114,7 @@ def _chunks(reward: Reward, items: Sequence[RewardItem]) -> Iterator[list[int]]:
 def _score_plain(reward: Reward, work: Work, ledger: Ledger, voice: _Voice, fuse: _Fuse) -> None:
     for chunk in _chunks(reward, work.items):
         fuse.arm(ledger.begin(chunk))
-        items = [work.items[i] for i in chunk]
+        items = [_own(work.items[i]) for i in chunk]
         try:
             result = reward.call(*reward.arguments(items))
         except BaseException as error:  # noqa: BLE001 - told to the worker
@@ -128,7 +130,8 @@ async def _score_async(
     async def line() -> None:
         for chunk in chunks:
             ledger.begin(chunk)
-            items = [work.items[i] for i in chunk]
+            items = [_own(work.items[i]) for i in chunk]
+            set_deadline(work.seconds)
             call = asyncio.ensure_future(_guarded(reward, items))
             done, _ = await asyncio.wait({call}, timeout=work.seconds)
             if done:
@@ -187,10 +190,21 @@ def _tell(
             return
     assert results is not None
     for index, item, value in zip(chunk, items, results, strict=True):
+        if reward.takes_batch and isinstance(value, Exception):
+            voice.say("error", index, _raised_text(value))
+            ledger.fail(index)
+            continue
         try:
             ledger.score(index, checked(value, item))
         except InvalidResult as error:
             voice.say("invalid", index, str(error))
+
+
+def _own(item: RewardItem) -> RewardItem:
+    """The item with a row of its own: samples of a prompt come with one, and a reward may write
+    into it."""
+    row = {key: copy.deepcopy(value) for key, value in item.row.items()}
+    return replace(item, row=row, answer=copy.deepcopy(item.answer))
 
 
 def _raised_text(error: BaseException) -> str:
@@ -205,7 +219,11 @@ def _raised_text(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 3] + "..."
+    """At most so many characters, and those that would spoil a log spelled out."""
+    cut = text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 3] + "..."
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in cut
+    )
 
 
 if __name__ == "__main__":

@@ -14,15 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from hybridflow.rewards.deadline import seconds_left
 from hybridflow.rewards.items import RewardItem
+from hybridflow.rewards.results import InvalidResult, checked
 
 _LARGEST_REPLY = 1 << 24
 _EXCERPT_CHARACTERS = 200
 _LONGEST_PAUSE = 8.0
+_LONGEST_TRY = 30.0
 
 
 class ServiceError(RuntimeError):
-    """The service did not answer, or answered something else than rewards."""
+    """The service did not answer, or answered something else than rewards: the samples' failure,
+    not a mistake of the program."""
 
 
 class Http:
@@ -39,8 +43,9 @@ class Http:
         headers: sent with each request.
         token_env: environment variable of the reward's workers whose value is sent as
             ``Authorization: Bearer ...``.
-        timeout_seconds: deadline of each try.
-        retries: tries after the first one.
+        timeout_seconds: deadline of each try; None: an equal share of what the samples' deadline
+            leaves, 30 s at most.
+        retries: tries after the first one, within the samples' deadline.
         send_row: also send the whole row of data as ``row``.
 
     Raises:
@@ -55,7 +60,7 @@ class Http:
         calls_at_once: int = 4,
         headers: Mapping[str, str] | None = None,
         token_env: str | None = None,
-        timeout_seconds: float = 30.0,
+        timeout_seconds: float | None = None,
         retries: int = 2,
         send_row: bool = False,
     ) -> None:
@@ -66,7 +71,7 @@ class Http:
                 "http: url must be http://HOST[:PORT]/PATH or https://..., without a password; "
                 "name the variable of a token by `token_env`"
             )
-        if batch < 1 or calls_at_once < 1 or retries < 0 or not timeout_seconds > 0:
+        if batch < 1 or calls_at_once < 1 or retries < 0 or not (timeout_seconds or 1) > 0:
             raise ValueError(
                 "http: batch and calls_at_once must be 1 or more, retries 0 or more and "
                 "timeout_seconds more than 0"
@@ -86,9 +91,21 @@ class Http:
         self._threads = ThreadPoolExecutor(calls_at_once, thread_name_prefix="http")
 
     async def score(self, items: Sequence[RewardItem]) -> Any:
-        """The rewards that the service gives ``items``; ``ServiceError`` when it gives none."""
+        """The rewards that the service gives ``items``, and a ``ServiceError`` in the place of each
+        that is none; raised when there are none at all."""
         body = json.dumps({"samples": [self._sample(item) for item in items]}).encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, body)
+        end = time.monotonic() + seconds_left()
+        loop = asyncio.get_running_loop()
+        values = await loop.run_in_executor(self._threads, self._ask, body, end)
+        if len(values) != len(items):
+            raise ServiceError(f"{self.url}: {len(values)} rewards for {len(items)} samples")
+        return [self._checked(v, item) for v, item in zip(values, items, strict=True)]
+
+    def _checked(self, value: Any, item: RewardItem) -> Any:
+        try:
+            return checked(value, item)
+        except InvalidResult as error:
+            return ServiceError(f"{self.url}: {error}")
 
     def _sample(self, item: RewardItem) -> dict[str, Any]:
         sample = {"prompt": item.prompt, "response": item.response, "answer": item.answer}
@@ -96,19 +113,25 @@ class Http:
             sample["tokens"] = item.tokens
         return {**sample, "row": item.row} if self._send_row else sample
 
-    def _ask(self, body: bytes) -> Any:
-        problem = ""
-        for attempt in range(self._tries):
-            if attempt:
-                time.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE))
-            reply, problem = self._try(body)
+    def _ask(self, body: bytes, end: float) -> list[Any]:
+        """The rewards of a reply that came by ``end``, a monotonic time."""
+        problem, tries = "no time was left to ask", 0
+        while tries < self._tries:
+            pause = min(0.25 * 2**tries, _LONGEST_PAUSE) if tries else 0.0
+            left = end - time.monotonic() - pause
+            if left <= 0:
+                break
+            time.sleep(pause)
+            share = min(left / (self._tries - tries), _LONGEST_TRY)
+            reply, problem = self._try(body, min(self._seconds or share, left))
             if reply is not None:
                 return _rewards(self.url, reply)
-        raise ServiceError(f"{self.url}: {problem} ({self._tries} tries)")
+            tries += 1
+        raise ServiceError(f"{self.url}: {problem} ({tries} tries)")
 
-    def _try(self, body: bytes) -> tuple[bytes | None, str]:
+    def _try(self, body: bytes, seconds: float) -> tuple[bytes | None, str]:
         """The reply, or what is worth another try."""
-        connection = self._connection()
+        connection = self._connection(seconds)
         late = threading.Event()
 
         def give_up() -> None:
@@ -116,7 +139,7 @@ class Http:
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(self._seconds, give_up)  # a reply may drip for ever
+        timer = threading.Timer(seconds, give_up)  # a reply may drip for ever
         timer.daemon = True
         try:
             connection.connect()
@@ -127,12 +150,12 @@ class Http:
             reply = response.read(_LARGEST_REPLY + 1)
         except (OSError, http.client.HTTPException) as error:
             problem = f"{type(error).__name__}: {error}"
-            return None, f"no whole reply within {self._seconds:g} s" if late.is_set() else problem
+            return None, f"no whole reply within {seconds:.3g} s" if late.is_set() else problem
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            return None, f"no whole reply within {self._seconds:g} s"
+            return None, f"no whole reply within {seconds:.3g} s"
         if len(reply) > _LARGEST_REPLY:
             raise ServiceError(f"{self.url}: a reply of more than {_LARGEST_REPLY} bytes")
         if response.length:
@@ -144,15 +167,15 @@ class Http:
             raise ServiceError(f"{self.url}: {status}")
         return reply, ""
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
         host, port = str(self._place.hostname), self._place.port
         if self._place.scheme == "https":
             context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=context)
-        return http.client.HTTPConnection(host, port, timeout=self._seconds)
+            return http.client.HTTPSConnection(host, port, timeout=seconds, context=context)
+        return http.client.HTTPConnection(host, port, timeout=seconds)
 
 
-def _rewards(url: str, reply: bytes) -> Any:
+def _rewards(url: str, reply: bytes) -> list[Any]:
     try:
         found = json.loads(reply)
     except (ValueError, RecursionError) as error:

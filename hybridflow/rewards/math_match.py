@@ -1,7 +1,7 @@
 """Reward 1 when the response's mathematical expression equals the answer's."""
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 
 from hybridflow.rewards.tags import within
 
@@ -41,7 +41,16 @@ def _quiet() -> None:
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
 
-@cache
+def load_math_verify() -> None:
+    """Import math-verify and have it read its grammar, which takes seconds; ValueError where it is
+    not installed."""
+    try:
+        math_match("", "$1$", "1", {})
+    except ImportError as error:
+        raise ValueError(f"the reward math needs math-verify: {error}") from error
+
+
+@lru_cache(1024)
 def _expression(answer: str) -> list:
     """The answer as an expression; as LaTeX where it does not say what it is."""
     import math_verify

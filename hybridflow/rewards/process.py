@@ -29,6 +29,10 @@ class ProcessEnded(Exception):
     """The process is gone, or talks nonsense and was ended; the text says which."""
 
 
+class StillLoading(Exception):
+    """The reward is not loaded yet, and may be: the process goes on."""
+
+
 class ScoringProcess:
     """One process for one reward; loads it in the background.
 
@@ -36,7 +40,9 @@ class ScoringProcess:
     ``end`` or when this process ends.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, start_seconds: float) -> None:
+        self._start_seconds = start_seconds
+        self._started = time.monotonic()
         ours, theirs = socket.socketpair()
         self._stack = os.memfd_create("reward-stack")
         paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
@@ -59,17 +65,24 @@ class ScoringProcess:
         self.timed_out = False
 
     def wait_until_ready(self, seconds: float) -> str | None:
-        """Why the reward cannot be used, or None once it can; ``ProcessEnded`` when it is gone or
-        the time is up."""
+        """Why the reward cannot be used, or None once it can.
+
+        Raises:
+            StillLoading: ``seconds`` are over.
+            ProcessEnded: it is gone, or it was not loaded within ``start_seconds`` of its start.
+        """
         if self._said_ready:
             return None
         if self._pending:
             self._send(self._pending, seconds)
             self._pending = b""
-        message = self.receive(seconds)
+        left = self._started + self._start_seconds - time.monotonic()
+        message = self.receive(max(0.0, min(seconds, left)))
+        if message is None and seconds < left:
+            raise StillLoading
         if message is None:
             self.end()
-            raise ProcessEnded(f"it was not loaded within {seconds:g} s")
+            raise ProcessEnded(f"it was not loaded within {self._start_seconds:g} s")
         if message[0] == "fault":
             self.end()
             return str(message[1])
@@ -155,11 +168,16 @@ class ScoringProcess:
         """Its exit code (-N: by signal N) and the stack that it left; it gets ``patience``
         seconds to leave on its own."""
         if self._end is None:
-            select.select([self._watch], [], [], patience)
+            poll = select.poll()  # not select, which knows no descriptor over 1023
+            poll.register(self._watch, select.POLLIN)
+            poll.poll(patience * 1000)
             # The group first: until its leader is waited for, no other process can get its id.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            code = self._process.wait(_KILL_SECONDS)
+            try:
+                code = self._process.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:  # the kernel holds it; it is dead to us all the same
+                code = -signal.SIGKILL
             stack = os.pread(self._stack, _STACK_BYTES, 0).decode(errors="replace")
             self._end = code, stack
             self._connection.close()

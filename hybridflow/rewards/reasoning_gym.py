@@ -40,13 +40,20 @@ def reasoning_gym(
     return float(_scorer(metadata["source_dataset"])(candidate, entry))
 
 
-@cache
-def _scorer(task: str) -> Callable[[str, dict], float]:
+def load_reasoning_gym() -> None:
+    """Import the package; ValueError where it is not installed."""
     try:
-        from reasoning_gym import get_score_answer_fn
-        from reasoning_gym.factory import DATASETS
+        import reasoning_gym.factory  # noqa: F401
     except ImportError as error:
         raise ValueError(INSTALL_HINT) from error
+
+
+@cache
+def _scorer(task: str) -> Callable[[str, dict], float]:
+    load_reasoning_gym()
+    from reasoning_gym import get_score_answer_fn
+    from reasoning_gym.factory import DATASETS
+
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no task '{task}'; {hint(task, DATASETS)}")
     return get_score_answer_fn(task)  # type: ignore[return-value]

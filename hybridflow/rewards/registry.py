@@ -10,9 +10,9 @@ from hybridflow.rewards.format_regex import format_regex
 from hybridflow.rewards.http import Http
 from hybridflow.rewards.json_schema import JsonSchema
 from hybridflow.rewards.length import length
-from hybridflow.rewards.math_match import math_match
+from hybridflow.rewards.math_match import load_math_verify, math_match
 from hybridflow.rewards.number_match import number_match
-from hybridflow.rewards.reasoning_gym import reasoning_gym
+from hybridflow.rewards.reasoning_gym import load_reasoning_gym, reasoning_gym
 from hybridflow.rewards.reward_model import RewardModel
 
 _REWARDS: dict[str, Callable[..., Any]] = {
@@ -27,9 +27,21 @@ _REWARDS: dict[str, Callable[..., Any]] = {
     "reward_model": RewardModel,
 }
 
+_PREPARATIONS = {"math": load_math_verify, "reasoning_gym": load_reasoning_gym}
+
 REWARDS = Registry("reward", _REWARDS, aliases=catalogue.REWARDS.aliases)
 """``register`` adds one from Python, to be named like those that ship: a function or class of a
 module, since it runs in other processes."""
+
+
+def prepare(name: str) -> None:
+    """Load what a reward needs, so that no sample's deadline pays for it.
+
+    Raises:
+        ValueError: a package is missing.
+    """
+    if name in REWARDS and (load := _PREPARATIONS.get(REWARDS.canonical(name))) is not None:
+        load()
 
 
 def importable(name: str) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hybridflow.recipe import catalogue
 from hybridflow.recipe.names import hint
 from hybridflow.rewards.items import RewardItem
-from hybridflow.rewards.registry import REWARDS
+from hybridflow.rewards.registry import REWARDS, prepare
 
 ARGUMENTS = ("prompt", "response", "answer", "row")
 """What a reward of single samples receives, in this order; all else is a parameter."""
@@ -69,8 +70,10 @@ def resolve(
     """
     found = _find(name, base or Path.cwd())
     parameters = dict(parameters or {})
+    prepare(name)
     given = () if inspect.isclass(found) else ARGUMENTS
     problems = _parameter_problems(found, parameters, given)
+    problems += _value_problems(name, parameters)
     if problems:
         raise ValueError(f"reward '{name}': " + "; ".join(problems))
     if inspect.isclass(found):
@@ -160,6 +163,16 @@ def _function(name: str, module: ModuleType, attribute: str) -> Callable[..., An
     if not callable(function):
         raise ValueError(f"reward '{name}': '{attribute}' is no function, but {function!r}")
     return function
+
+
+def _value_problems(name: str, parameters: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the values that a reward of the package is told."""
+    if name not in catalogue.REWARDS:
+        return []
+    options = catalogue.REWARDS[name].parameters
+    told = {key: value for key, value in parameters.items() if key in options}
+    problems = {key: options[key].problem(value) for key, value in told.items()}
+    return [f"`{key}` {problem}" for key, problem in problems.items() if problem]
 
 
 def _parameter_problems(

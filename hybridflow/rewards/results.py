@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from hybridflow.recipe.schema_rewards import LARGEST_REWARD
 from hybridflow.rewards.items import RewardItem
-
-LARGEST = 3.4028234663852886e38
-"""Of float32, which rewards become."""
 
 _SHOWN_CHARACTERS = 120
 
@@ -65,7 +63,7 @@ def _number(value: Any, where: str) -> float:
         raise InvalidResult(
             f"returned {shown(value)}{where}, not a finite number; return a float in every case"
         )
-    if abs(number) > LARGEST:
+    if abs(number) > LARGEST_REWARD:
         raise InvalidResult(f"returned {shown(value)}{where}, beyond what float32 holds; scale it")
     return number
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from hybridflow.rewards.items import RewardItem
 from hybridflow.rewards.ledger import Ledger, ledger_memory
 from hybridflow.rewards.outcomes import Failure, Outcome, RewardError
-from hybridflow.rewards.process import ProcessEnded, ScoringProcess
+from hybridflow.rewards.process import ProcessEnded, ScoringProcess, StillLoading
 from hybridflow.rewards.progress import Progress, Watch
 from hybridflow.rewards.wire import Load, Work
 
@@ -41,7 +41,7 @@ class Scorer:
         self._load = Load(name, dict(parameters or {}), base or Path.cwd())
         self._seconds_per_call = seconds_per_call
         self._start_seconds = start_seconds
-        self._process = ScoringProcess(self._load)
+        self._process = ScoringProcess(self._load, start_seconds)
 
     def wait_until_ready(self) -> None:
         """Waits for the reward to be loaded; ``ValueError`` says why it cannot be used."""
@@ -66,6 +66,9 @@ class Scorer:
                 break
             try:
                 fault = self._process.wait_until_ready(run.seconds_left())
+            except StillLoading:
+                run.give_up(run.overdue())
+                break
             except ProcessEnded as error:
                 run.ended(Failure("error", str(error)), (), moved=False)
                 self._restart()
@@ -121,7 +124,7 @@ class Scorer:
 
     def _restart(self) -> None:
         self._process.end()
-        self._process = ScoringProcess(self._load)
+        self._process = ScoringProcess(self._load, self._start_seconds)
 
     def close(self) -> None:
         """End the process. Safe to call again."""

@@ -23,12 +23,16 @@ from hybridflow.rewards import (
     RewardError,
     RewardItem,
     Scorer,
+    complaint,
     settle,
 )
 
 COMPONENT, FAILED = "component", "failed"
 """Fields ``component:NAME`` (samples, float32: the value of one of several functions) and
 ``failed:NAME`` (samples, int8) beside the rewards."""
+
+TRIAL_SAMPLES = 4
+"""Of the last batch, which functions that are loaded anew must score before they are in service."""
 
 ERROR, TIMEOUT = 1, 2
 """Values of ``failed:NAME``; 0: scored."""
@@ -65,6 +69,8 @@ class RewardWorker:
         self._start_seconds = start_seconds
         self._functions = list(functions)
         self._scorers = [self._scorer(function) for function in functions]  # load beside each other
+        self._first_failure = ""
+        self._trial: list[RewardItem] = []
         self._next: tuple[list[FunctionSettings], list[Scorer]] | None = None
         self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="reward")
         self._tokenizer = load_tokenizer(model_path)
@@ -91,6 +97,7 @@ class RewardWorker:
         """rewards (samples, float32) of prompts, answers and responses; at level ``token`` also
         token_rewards (tokens, float32), whose sum they are."""
         items = self._items(batch)
+        self._trial = items[:TRIAL_SAMPLES]
         jobs = [
             self._threads.submit(scorer.score, items, self._seconds_per_step)
             for scorer in self._scorers
@@ -98,7 +105,7 @@ class RewardWorker:
         outcomes = [job.result() for job in jobs]
         pairs = list(zip(self._functions, outcomes, strict=True))
         values = [settle(f, items, found, batch.samples_per_prompt) for f, found in pairs]
-        self._report(pairs)
+        self._report(pairs, items)
         fields: dict[str, tuple[Axis, Any]] = {}
         if self._level == "token":
             parts = [self._on_tokens(batch["responses"], part) for part in values]
@@ -107,7 +114,9 @@ class RewardWorker:
             owner = _owners(batch["responses"])
             zero = torch.zeros(batch.samples)
             parts = [zero.index_add(0, owner, part) for part in parts]
+            _require_finite(dict(zip(self._names(), parts, strict=True)), items)
             fields["rewards"] = Axis.SAMPLES, zero.index_add(0, owner, total)
+            _require_finite({" + ".join(self._names()): fields["rewards"][1]}, items)
         else:
             parts = [torch.tensor(part, dtype=torch.float32) for part in values]
             fields["rewards"] = Axis.SAMPLES, self._weighted(parts)
@@ -153,30 +162,51 @@ class RewardWorker:
             raise RewardError(f"the sum {names} is beyond what float32 holds; lower the weights")
         return total
 
-    def _report(self, pairs: Sequence[tuple[FunctionSettings, list[Outcome]]]) -> None:
+    def _names(self) -> list[str]:
+        return [function.function for function in self._functions]
+
+    def _report(
+        self,
+        pairs: Sequence[tuple[FunctionSettings, list[Outcome]]],
+        items: Sequence[RewardItem],
+    ) -> None:
+        self._first_failure = ""
         for function, outcomes in pairs:
-            texts = [outcome.text for outcome in outcomes if isinstance(outcome, Failure)]
-            if texts:
-                _log.warning(
-                    "reward '%s': %d of %d samples have no score; the first: %s",
-                    *(function.name, len(texts), len(outcomes), texts[0]),
-                )
+            failed = {i: o.text for i, o in enumerate(outcomes) if isinstance(o, Failure)}
+            if not failed:
+                continue
+            index, text = next(iter(failed.items()))
+            first = complaint(function.function, items[index], index, text)
+            self._first_failure = self._first_failure or first
+            _log.warning("%d of %d samples have no score; %s", len(failed), len(outcomes), first)
+
+    @transfer(GATHER)
+    def first_failure(self) -> str:
+        """The first sample without a score of the last ``score`` and why; empty: there is none."""
+        return self._first_failure
 
     @transfer(GATHER)
     def prepare(self, parameters: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Load the functions anew beside those in service, by name with other parameters; why they
-        cannot be used, or None. ``swap`` ends either."""
+        """Load the functions anew beside those in service, by name with other parameters, and have
+        them score some of the last batch; why they cannot be used, or None. ``swap`` ends either.
+        """
         functions = [
             replace(f, parameters=parameters.get(f.name, f.parameters)) for f in self._functions
         ]
         scorers = [self._scorer(function) for function in functions]
         self._next = functions, scorers
         try:
-            for scorer in scorers:
+            for function, scorer in zip(functions, scorers, strict=True):
                 scorer.wait_until_ready()
-        except ValueError as error:
+                self._try(function, scorer)
+        except (ValueError, RewardError) as error:
             return str(error)
         return None
+
+    def _try(self, function: FunctionSettings, scorer: Scorer) -> None:
+        """``RewardError`` where it would end the run with the samples of the last batch."""
+        found = scorer.score(self._trial, self._seconds_per_step)
+        settle(function, self._trial, found, samples_per_prompt=1)
 
     @transfer(ONE_TO_ALL)
     def swap(self, accept: bool) -> None:
@@ -203,6 +233,15 @@ def _item(answer: dict[str, Any], response: str) -> RewardItem:
 def _owners(responses: Ragged) -> Tensor:
     """The sample of every token, ``[sum of lengths]``."""
     return torch.arange(len(responses)).repeat_interleave(responses.lengths)
+
+
+def _require_finite(sums: Mapping[str, Tensor], items: Sequence[RewardItem]) -> None:
+    """``RewardError`` for sums of token rewards, ``[samples]`` by function, beyond float32."""
+    for name, rewards_S in sums.items():
+        wrong = (~rewards_S.isfinite()).nonzero().flatten().tolist()
+        if wrong:
+            text = "the sum of its token rewards is beyond what float32 holds; scale them"
+            raise RewardError(complaint(name, items[wrong[0]], wrong[0], text))
 
 
 def _failures(outcomes: Sequence[Outcome]) -> Tensor:

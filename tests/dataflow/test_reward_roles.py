@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
-from hybridflow.dataflow.runner import SerialRunner
+from hybridflow.dataflow.runner import NodeError, SerialRunner
 from hybridflow.dataflow.team import Team
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.compile import compile_recipe
@@ -40,6 +40,7 @@ def test_several_functions_of_which_one_crashes_do_not_stop_a_run(make_recipe, t
         make_recipe(
             "roles.reward.function=null",
             f"roles.reward.functions={functions}",
+            "roles.reward.max_failed_share=1",
             "warm_start=null",
             "steps=1",
             "evaluation=null",
@@ -54,6 +55,18 @@ def test_several_functions_of_which_one_crashes_do_not_stop_a_run(make_recipe, t
     failed = metrics["reward/reward/odd/errors"]
     assert 0 < failed == pytest.approx((1 - odd) * 24)
     assert metrics["reward/reward/odd/timeouts"] == 0 and metrics["reward/constant"] == 0
+
+
+def test_a_step_most_of_whose_samples_have_no_score_ends_the_run(make_recipe, tmp_path):
+    (tmp_path / "mine.py").write_text("def fn(p, r, a, row):\n    raise KeyError('units')\n")
+    recipe = make_recipe(
+        f"roles.reward={{function: '{tmp_path}/mine.py:fn', on_error: {{value: 0.0}}}}",
+        "warm_start=null",
+        "evaluation=null",
+        "checkpoint.every=null",
+    )
+    with pytest.raises(NodeError, match="24 of 24 samples .*'units'.*0.5 allows"):
+        run(recipe)
 
 
 def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):

@@ -155,6 +155,18 @@ def slow(prompt, response, answer, row):
     return 1.0
 
 
+def writes_into_its_row(prompt, response, answer, row):
+    row["n"] = row.get("n", 0) + 1
+    row["list"].append(1)
+    return float(row["n"] + len(row["list"]))
+
+
+def raises_controls(prompt, response, answer, row):
+    if response == "bad":
+        raise ValueError("clear \x1b[2J, half \ud800, ünï")
+    return 1.0
+
+
 class Batches:
     """Scores two at a time; a batch with "bad" fails as told."""
 
@@ -166,6 +178,8 @@ class Batches:
     def score(self, items):
         if all(item.response != "bad" for item in items):
             return [1.0] * len(items)
+        if self.how == "one":
+            return [OSError("no answer") if item.response == "bad" else 1.0 for item in items]
         if self.how == "raise":
             raise RuntimeError("out of memory")
         return {"count": [1.0], "none": None, "text": "11"}[self.how]

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hybridflow.rewards import Failure, RewardError, RewardItem, Scorer
+from hybridflow.rewards import Failure, RewardItem, Scorer
 
 
 class _Server(ThreadingHTTPServer):
@@ -31,6 +31,8 @@ class _Judge(BaseHTTPRequestHandler):
         server.tries[self.path] += 1
         count = server.tries[self.path]
         rewards = [len(sample["response"]) for sample in body["samples"]]
+        if self.path == "/hangs" and "bad" in str(body):
+            server.over.wait(60)
         if self.path == "/flaky" and count < 3:
             return self.answer(b"busy", 503)
         if self.path == "/dies":
@@ -129,10 +131,27 @@ def test_a_reply_that_drips_is_late(judge):
     assert isinstance(found, Failure) and "no whole reply within 0.3 s" in found.text
 
 
-@pytest.mark.parametrize(("path", "text"), [("/few", "1 results for 2"), ("/nan", "nan")])
-def test_rewards_that_are_none_are_an_error(judge, path, text):
-    with pytest.raises(RewardError, match=f"'http', sample . .*{text}"):
-        scored(judge, path, "a", "b")
+def test_a_reply_without_a_number_fails_that_sample(judge):
+    first, second = scored(judge, "/nan", "a", "b")
+    assert first == 1.0
+    assert isinstance(second, Failure) and "/nan: returned nan (float)" in second.text
+
+
+def test_too_few_rewards_fail_the_samples_of_the_request(judge):
+    found = scored(judge, "/few", "a", "b")
+    assert all(isinstance(o, Failure) and "1 rewards for 2 samples" in o.text for o in found)
+
+
+def test_requests_that_hang_cost_their_own_samples_alone(judge):
+    url = f"http://127.0.0.1:{judge.server_port}/hangs"
+    responses = ["bad", "bad", *["abc"] * 12, "bad"]
+    before = judge.tries["/hangs"]
+    with Scorer("http", {"url": url, "batch": 1, "calls_at_once": 2}, seconds_per_call=3) as scorer:
+        found = scorer.score(items(*responses), 60)
+        again = scorer.score(items("abc"), 60)
+    assert found[2:14] == [3.0] * 12 and again == [3.0]
+    assert all(isinstance(found[i], Failure) for i in (0, 1, 14))
+    assert judge.tries["/hangs"] - before <= 13 + 3 * 3, "no try after the deadline"
 
 
 def test_no_one_listens(judge):

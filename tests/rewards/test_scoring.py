@@ -136,6 +136,40 @@ def test_a_batch_that_fails_costs_its_samples():
     assert all(isinstance(found[i], Failure) for i in (2, 3))
 
 
+def test_an_exception_in_the_place_of_a_number_is_a_failure_of_that_sample():
+    found = outcomes("Batches", "good", "good", "good", "bad", how="one")
+    assert found[:3] == [1.0, 1.0, 1.0]
+    assert isinstance(found[3], Failure) and "raised OSError: no answer" in found[3].text
+
+
+def test_samples_of_one_row_do_not_see_what_another_one_wrote_into_it():
+    row = {"list": [1]}
+    with Scorer(f"{FILE}:writes_into_its_row") as scorer:
+        assert scorer.score([RewardItem("", "a", "", row)] * 3, 60) == [3.0, 3.0, 3.0]
+
+
+def test_messages_hold_no_control_characters():
+    found = outcomes("raises_controls", "bad")[0]
+    assert isinstance(found, Failure) and "clear \\x1b[2J, half \\ud800, ünï" in found.text
+
+
+def test_a_process_that_loads_longer_than_a_step_goes_on_loading(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import os, time\nflag = {str(tmp_path / 'flag')!r}\n"
+        "time.sleep(3 if os.path.exists(flag) else 0)\nopen(flag, 'w').close()\n"
+        "def fn(prompt, response, answer, row):\n"
+        "    return os._exit(1) if response == 'bad' else 1.0\n"
+    )
+    with Scorer(f"{path}:fn") as scorer:
+        scorer.wait_until_ready()
+        assert all(isinstance(o, Failure) for o in scorer.score(items("bad", "a"), 0.5))
+        loading = scorer._process
+        last = scorer.score(items("a"), 0.5)[0]
+        assert isinstance(last, Failure) and last.kind == "timeout"
+        assert scorer.score(items("a"), 60) == [1.0] and scorer._process is loading
+
+
 @pytest.mark.parametrize(
     ("how", "message"), [("count", "1 results for 2"), ("none", "None"), ("text", "'11'")]
 )

@@ -17,8 +17,14 @@ def right(prompt, response, answer, row):
         raise KeyError("units")
     return float(response == answer)
 
+def scaled(prompt, response, answer, row, *, by=1.0):
+    return by / 1 * (response == answer)
+
 def huge(prompt, response, answer, row):
     return 3e38
+
+def high(prompt, response, answer, row):
+    return [3e38] * len(response)
 
 def digits(prompt, response, answer, row, *, of="123"):
     return [float(token in of) for token in response]
@@ -150,6 +156,12 @@ def test_token_rewards_are_zero_at_special_tokens_wherever_they_stand(make, file
     assert found["rewards"].tolist() == [2.0, 0.0, 1.0, 0.0]
 
 
+def test_token_rewards_whose_sum_is_too_large_name_function_and_sample(make, file):
+    worker = make(FunctionSettings("reward", f"{file}:high"), level="token")
+    with pytest.raises(RewardError, match=r"mine.py:high', sample 1 .*'12'.*beyond what float32"):
+        worker.score(batch_of(ids("1"), ids("12")))
+
+
 def test_token_rewards_of_several_functions(make, file):
     worker = make(
         FunctionSettings("low", f"{file}:digits", weight=2.0),
@@ -174,6 +186,16 @@ def test_a_worker_swaps_its_function_between_batches(make, file):
     assert fault is not None and "did you mean 'budget'" in fault
     worker.swap(False)
     assert worker.score(batch)["rewards"].tolist() == [1.0, 1.0], "the old one stays"
+
+
+def test_what_would_end_the_next_step_is_not_swapped_in(make, file):
+    worker = make(FunctionSettings("reward", f"{file}:scaled"))
+    batch = batch_of(ids("12"), ids("1"))
+    assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
+    fault = worker.prepare({"reward": {"by": "abc"}})
+    assert fault is not None and "scaled', sample 0" in fault and "TypeError" in fault
+    worker.swap(False)
+    assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
 
 
 def test_a_swap_reads_code_anew(make, file):

@@ -22,6 +22,7 @@ def reward_faults(context: Context) -> Iterator[Fault]:
         if not context.trusts(f"roles.{role}"):
             continue
         yield from _level_faults(context, role, section)
+        yield from _deadline_faults(context, role, section)
         for key, part in section.parts(role).values():
             yield from _function_faults(context, f"roles.{role}{key}", part)
 
@@ -38,6 +39,24 @@ def _level_faults(context: Context, role: str, section: RewardSection) -> Iterat
             what = "on_error: group_mean is of whole responses; tokens have no counterpart"
             where = f"roles.{role}{key if part.on_error else ''}.on_error"
             yield context.fault(where, what, "use fail or `{value: 0.0}`")
+
+
+def _deadline_faults(context: Context, role: str, section: RewardSection) -> Iterator[Fault]:
+    """Deadlines within which nothing can happen."""
+    sample, step = section.sample_timeout_seconds, section.timeout_seconds
+    if sample > step:
+        what = f"a sample may take {sample:g} s, but a step's scoring ends after {step:g} s"
+        fix = f"set roles.{role}.timeout_seconds to at least {sample:g}, better to several times it"
+        yield context.fault(f"roles.{role}.sample_timeout_seconds", what, fix)
+    for key, part in section.parts(role).values():
+        told = part.parameters.get("timeout_seconds")
+        retries = part.parameters.get("retries", 2)
+        if part.function != "http" or not isinstance(told, int | float) or not retries:
+            continue
+        if told >= sample:
+            what = f"a try may take {told:g} s and a sample {sample:g} s: there is no second try"
+            fix = f"raise roles.{role}.sample_timeout_seconds, or set retries to 0"
+            yield context.fault(f"roles.{role}{key}.parameters.timeout_seconds", what, fix)
 
 
 def _function_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
