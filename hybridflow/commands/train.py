@@ -28,6 +28,12 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "--resume", action="store_true", help="go on from the run folder's last checkpoint"
     )
     parser.add_argument(
+        "--resume-if-any",
+        action="store_true",
+        help="go on where the run folder holds a checkpoint, else start: for jobs that are "
+        "restarted with one command",
+    )
+    parser.add_argument(
         "--address", metavar="HOST:PORT", help="join this Ray cluster instead of starting one"
     )
     parser.add_argument(
@@ -94,7 +100,8 @@ def _plan(args: argparse.Namespace) -> "Plan":
 def _options(args: argparse.Namespace) -> "LaunchOptions":
     from hybridflow.dataflow.launch import LaunchOptions
 
-    return LaunchOptions(resume=args.resume, live=False if args.plain else None)
+    resume = "if any" if args.resume_if_any else args.resume
+    return LaunchOptions(resume=resume, live=False if args.plain else None)
 
 
 def _guarded(train: Callable[[], object]) -> int:

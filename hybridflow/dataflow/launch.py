@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.cluster import Session
 from hybridflow.data import (
@@ -33,9 +33,14 @@ from hybridflow.recipe.load import resolved_yaml
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to run, beside what the recipe says."""
+    """How to run, beside what the recipe says.
 
-    resume: bool = False
+    Attributes:
+        resume: go on from the last checkpoint; ``if any``: where there is one, else start.
+        live: whether the console draws a panel; None: on a terminal.
+    """
+
+    resume: bool | Literal["if any"] = False
     live: bool | None = None
 
 
@@ -130,12 +135,12 @@ def _open_folder(
 ) -> tuple[RunFolder, Checkpoint | None]:
     """The run's folder, held until the stack ends, and the checkpoint to go on from."""
     folder = RunFolder(Path(plan.recipe.folder))
-    if not options.resume:
+    found = folder.checkpoints() if options.resume else []
+    if not options.resume or (options.resume == "if any" and not found):
         folder.set_aside()
         stack.enter_context(folder.held())
         folder.write_recipe(resolved_yaml(plan.recipe))
         return folder, None
-    found = folder.checkpoints()
     if not found:
         raise ValueError(
             f"--resume: {folder.checkpoints_path} holds no whole checkpoint; start without "

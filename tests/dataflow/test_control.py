@@ -395,6 +395,20 @@ def test_a_run_that_stands_still_is_not_healthy() -> None:
     assert (answer.content["step"], answer.content["global_step"]) == (3, 5)
 
 
+def test_the_port_tells_its_health_while_the_workers_start() -> None:
+    """A liveness probe must not end a run that loads its models."""
+    with listening(ControlSection()) as server:
+        assert server is not None
+        answer = ask(server, "GET", "/health")
+        assert (answer.status_code, answer.json()["status"]) == (200, "starting")
+        answer = ask(server, "PATCH", "/v1/state", json={"values": {}})
+        assert answer.status_code == 503 and "workers are starting" in answer.json()["error"]
+        assert ask(server, "GET", "/v2").status_code == 404
+    with listening(ControlSection(stall_seconds=1e-9)) as server:
+        assert server is not None
+        assert ask(server, "GET", "/health").status_code == 503
+
+
 def test_an_address_or_token_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def listen(**told: Any) -> None:
         with listening(ControlSection(**told)):

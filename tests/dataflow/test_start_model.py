@@ -3,6 +3,7 @@
 import math
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from hybridflow.recipe.load import load_recipe
 REFERENCE = {"colocate": "actor"}
 
 
-def run(recipe, resume: bool = False) -> tuple[Path, list[dict[str, float]]]:
+def run(recipe, resume: bool | Literal["if any"] = False) -> tuple[Path, list[dict[str, float]]]:
     """The folder, and the metrics of the main stage's steps."""
     assert check(recipe) == []
     options = LaunchOptions(live=False, resume=resume)
@@ -56,12 +57,13 @@ def preference_recipe(quickstart: Path, output: Path, dataflow: str) -> Path:
 
 def test_the_reference_of_a_preference_is_the_supervised_model(quickstart, tmp_path) -> None:
     recipe = load_recipe(preference_recipe(quickstart, tmp_path / "run", "dpo"))
-    folder, steps = run(recipe)
+    folder, steps = run(recipe, resume="if any")
     assert steps[0]["update/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["update/reward_margin"] == pytest.approx(0, abs=1e-5)
     assert abs(steps[1]["update/reward_margin"]) > 1e-4
     shutil.rmtree(folder / "checkpoints" / "step-000005")  # as if killed before it
-    assert run(recipe, resume=True)[1] == steps, "a resumed run has the same reference"
+    assert run(recipe, resume="if any")[1] == steps, "a resumed run has the same reference"
+    assert not folder.with_name("run.1").exists(), "it went on in the folder that was there"
     shutil.rmtree(folder / "checkpoints" / "step-000005")
     shutil.rmtree(folder / "start_model")
     with pytest.raises(ValueError, match="start_model is gone.*stage 'main'.*reference must hold"):

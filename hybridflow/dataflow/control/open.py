@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridflow.dataflow.control.routes import Routes
+from hybridflow.dataflow.control.pulse import Pulse
+from hybridflow.dataflow.control.routes import Routes, while_starting
 from hybridflow.dataflow.control.server import ControlServer
 from hybridflow.dataflow.run_folder import write_aside
 from hybridflow.recipe.schema_control import ControlSection
@@ -18,7 +19,7 @@ ADDRESS_FILE = "control.json"
 
 @contextmanager
 def listening(control: ControlSection | None) -> Iterator[ControlServer | None]:
-    """The port, which answers nothing yet; None where the recipe wants none.
+    """The port, which tells its health from now on; None where the recipe wants none.
 
     Raises:
         ValueError: the address cannot be had, or the token is missing.
@@ -33,17 +34,18 @@ def listening(control: ControlSection | None) -> Iterator[ControlServer | None]:
             f"control: {control.host}:{control.port} cannot be listened on: {error}; name another "
             "port, or 0 for any"
         ) from error
+    server.start(while_starting(Pulse(), control))
     try:
         yield server
     finally:
-        server.server_close()
+        server.stop()
 
 
 @contextmanager
 def answering(
     server: ControlServer | None, routes: Routes, folder: Path, tell: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Answers while the block runs.
+    """Answers for the run while the block runs.
 
     Args:
         folder: of the run, which keeps the address in ``control.json`` for that time.
@@ -53,13 +55,12 @@ def answering(
         yield
         return
     address = folder / ADDRESS_FILE
-    server.start(routes.table())
+    server.routes = routes.table()
     try:
         write_aside(address, json.dumps({"url": server.url, "pid": os.getpid()}))
         tell("control", f"{server.url} answers; GET /v1/models says what may be changed")
         yield
     finally:
-        server.stop()
         address.unlink(missing_ok=True)
 
 

@@ -19,6 +19,27 @@ from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema_control import ControlSection
 
 _MOST_NAME = 100
+HEALTH = "GET", "/health"
+ENDPOINTS = (
+    HEALTH,
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/state"),
+    ("PATCH", "/v1/state"),
+    ("POST", "/v1/reward/*/reload"),
+)
+
+
+def while_starting(pulse: Pulse, control: ControlSection) -> dict[tuple[str, str], Route]:
+    """What answers until the workers have started: ``/health`` as ever, the rest by 503."""
+
+    def not_yet(request: Request) -> Reply:
+        raise Refused(503, "the workers are starting: GET /health says when steps are made")
+
+    def alive(request: Request) -> Reply:
+        return health(pulse, control.stall_seconds)
+
+    return {key: alive if key == HEALTH else not_yet for key in ENDPOINTS}
 
 
 class Routes:
@@ -31,14 +52,8 @@ class Routes:
 
     def table(self) -> dict[tuple[str, str], Route]:
         """Every route by method and path."""
-        return {
-            ("GET", "/health"): self.health,
-            ("GET", "/metrics"): self.metrics,
-            ("GET", "/v1/models"): self.models,
-            ("GET", "/v1/state"): self.state,
-            ("PATCH", "/v1/state"): self.change,
-            ("POST", "/v1/reward/*/reload"): self.reload,
-        }
+        answers = (self.health, self.metrics, self.models, self.state, self.change, self.reload)
+        return dict(zip(ENDPOINTS, answers, strict=True))
 
     def health(self, request: Request) -> Reply:
         """200 while steps end in time, else 503."""
@@ -153,7 +168,7 @@ def health(pulse: Pulse, stall_seconds: float) -> Reply:
     last, age = pulse.last()
     stalled = age > stall_seconds
     content = {
-        "status": "stalled" if stalled else "running",
+        "status": "stalled" if stalled else "running" if last.global_step else "starting",
         "stage": last.stage,
         "step": last.step,
         "global_step": last.global_step,
