@@ -5,7 +5,8 @@ A test fails when the files are not what this program would write.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -54,8 +55,19 @@ def _section(path: str, section: type[Section]) -> Iterator[str]:
         yield from _rewards()
 
 
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types of a union, without what is annotated to them; a mapping is a leaf."""
+    if get_origin(annotation) is Annotated:
+        yield from _leaves(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for kind in get_args(annotation):
+            yield from _leaves(kind)
+    else:
+        yield annotation
+
+
 def _nested(info: FieldInfo) -> type[Section] | None:
-    kinds = [info.annotation, *get_args(info.annotation)]
+    kinds = [*_leaves(info.annotation)]
     found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found else None
 

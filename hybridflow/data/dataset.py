@@ -131,6 +131,27 @@ class PromptDataset:
         total = np.sum(sizes or [self.prompts.lengths], axis=0)
         return int(total.argmax()), int(total.max())
 
+    def longest_sample(self) -> tuple[int, int]:
+        """The kept row with the longest prompt and one response of it, and their tokens."""
+        sizes = [self.prompts.lengths + rows.lengths for rows in self.responses.values()]
+        longest = np.max(sizes or [self.prompts.lengths], axis=0)
+        return int(longest.argmax()), int(longest.max())
+
+    def longest_parts(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest response, of whatever rows."""
+        responses = [int(rows.lengths.max()) for rows in self.responses.values()]
+        return int(self.prompts.lengths.max()), max(responses, default=0)
+
+    @property
+    def left_out(self) -> str:
+        """How many rows were too long, for people; empty where all were kept."""
+        if not self.dropped:
+            return ""
+        return (
+            f"{self.path}: {self.dropped} of {self.total} rows are longer than "
+            "data.max_prompt_tokens or data.max_tokens and left out"
+        )
+
 
 def _fitting(
     table: Table,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +20,21 @@ EVALUATION_PREFIX = "eval_"
 class Feed:
     """Draws the training rows of a step, and holds the evaluation rows.
 
-    The stream's position is all there is to resume from.
+    The stream's position is all there is to resume from. ``left_out`` says which rows of the files
+    are not among them.
     """
 
-    def __init__(self, stream: PromptStream, prompts: int, evaluation: list[PromptRow]) -> None:
+    def __init__(
+        self,
+        stream: PromptStream,
+        prompts: int,
+        evaluation: list[PromptRow],
+        left_out: Sequence[str] = (),
+    ) -> None:
         self.stream = stream
         self.prompts = prompts
         self.evaluation = evaluation
+        self.left_out = left_out
 
     def draw(self, inputs: Iterable[str]) -> dict[str, Value]:
         """The graph's ``inputs`` for one step, P rows each; advances the stream."""

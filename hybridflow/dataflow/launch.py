@@ -19,6 +19,7 @@ from hybridflow.data import (
 from hybridflow.dataflow.control import Routes, answering, listening
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.live_values import live_values
+from hybridflow.dataflow.row_sizes import check_sizes
 from hybridflow.dataflow.run_folder import Checkpoint, RunFolder
 from hybridflow.dataflow.runner import ConcurrentRunner, Runner
 from hybridflow.dataflow.signals import orderly_end
@@ -66,6 +67,8 @@ def train(
         opened(resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
+        for text in dict.fromkeys(text for feed in feeds.values() for text in feed.left_out):
+            records.event("data", text)
         with _ending(folder, records, begin_end):
             session = stack.enter_context(open_session(folder.path / "logs"))
             state = SharedState(live_values(plan), records.state_change)
@@ -97,22 +100,9 @@ def make_feeds(plan: Plan, tokenizer: Any) -> dict[str, Feed]:
         key = path, inputs
         if key not in loaded:
             loaded[key] = load_dataset(plan.recipe.data, tokenizer, path, inputs)
-            _check_sizes(plan, loaded[key])
         return loaded[key]
 
     return {stage.name: _feed(plan, stage, dataset) for stage in plan.stages}
-
-
-def _check_sizes(plan: Plan, dataset: PromptDataset) -> None:
-    """ValueError when responses that the data brings do not fit a forward pass."""
-    row, tokens = dataset.longest()
-    limit = plan.recipe.roles.actor.micro_batch_tokens
-    if dataset.responses and tokens > limit:
-        raise ValueError(
-            f"{dataset.where(row)}: the row has {tokens} tokens, its responses and their prompts "
-            f"together, more than roles.actor.micro_batch_tokens={limit}; raise that, or leave "
-            "long rows out with data.max_tokens"
-        )
 
 
 def _feed(
@@ -120,14 +110,18 @@ def _feed(
 ) -> Feed:
     recipe = plan.recipe
     training = dataset(stage.data, stage.rows_of("train"))
+    check_sizes(plan, stage, training)
     stream = PromptStream(training, recipe.seed, recipe.data.shuffle)
     rows: list[PromptRow] = []
+    left_out = [training.left_out]
     inputs = stage.rows_of("eval")
     if recipe.evaluation is not None and recipe.data.eval is not None and inputs:
         held_out = dataset(recipe.data.eval, inputs)
+        check_sizes(plan, stage, held_out)
         count = min(recipe.evaluation.prompts or len(held_out), len(held_out))
         rows = [held_out.row(i) for i in range(count)]
-    return Feed(stream, stage.prompts_per_step, rows)
+        left_out.append(held_out.left_out)
+    return Feed(stream, stage.prompts_per_step, rows, [text for text in left_out if text])
 
 
 def _open_folder(

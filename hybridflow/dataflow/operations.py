@@ -144,7 +144,8 @@ def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext
 
 
 def _score_by_model(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    return around.team.groups[str(node.role)].run(ModelWorker.score, batch)
+    told = batch.select(["prompts", "responses"])
+    return around.team.groups[str(node.role)].run(ModelWorker.score, told)
 
 
 def _values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:

@@ -200,7 +200,13 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
     ),
     ("value", "score"): Signature(
         "Score every response with a reward model: the value after its last token.",
-        {"prompts": takes(PROMPTS), "responses": takes(RESPONSES)},
+        {
+            "prompts": takes(PROMPTS),
+            "answers": takes(
+                ANSWERS, optional=True, description="not read: a graph fits functions and models"
+            ),
+            "responses": takes(RESPONSES),
+        },
         {"rewards": REWARD_VALUES},
     ),
     ("value", "update"): Signature(

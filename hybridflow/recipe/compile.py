@@ -96,10 +96,17 @@ class Stage:
 
     def longest_sample(self, recipe: Recipe) -> int:
         """Most tokens of a prompt and a response; the data's responses must fit a pass."""
-        data, actor = recipe.data, recipe.roles.actor
+        data = recipe.data
         if self.generates and recipe.roles.rollout is not None:
             return data.max_prompt_tokens + recipe.roles.rollout.sampling.max_tokens
-        return min(data.max_tokens or actor.micro_batch_tokens, actor.micro_batch_tokens)
+        packs = self.pack_tokens(recipe).values()
+        return min([*packs, *([] if data.max_tokens is None else [data.max_tokens])])
+
+    def pack_tokens(self, recipe: Recipe) -> dict[str, int]:
+        """Most tokens of one forward pass of each model that the stage acts on."""
+        models = recipe.roles.models()
+        acting = dict.fromkeys(role for node in self.graph.nodes for role in node.roles)
+        return {role: models[role].micro_batch_tokens for role in acting if role in models}
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,9 @@ def _validate(source: Source) -> Draft:
 
 
 def _without_tag(place: KeyPath) -> KeyPath:
-    """An error's place without the name of the section that pydantic took a further role for."""
-    if len(place) < 3 or place[0] != "roles" or place[1] in RolesSection.model_fields:
+    """An error's place without the name of the section that pydantic took a role for."""
+    named = [name for name in RolesSection.model_fields if name != "reward"]
+    if len(place) < 3 or place[0] != "roles" or place[1] in named:
         return place
     return (*place[:2], *place[3:])
 
@@ -200,7 +201,7 @@ def _section_at(path: KeyPath, data: Any) -> type[Section] | None:
     keys = iter(enumerate(path, start=1))
     for depth, key in keys:
         info = section.model_fields.get(str(key))
-        if info is None:
+        if info is None or (section is RolesSection and key == "reward"):
             if section is not RolesSection:
                 return None
             section = further_role_section(_descend(data, path[:depth])) or RewardSection

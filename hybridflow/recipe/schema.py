@@ -21,7 +21,7 @@ from hybridflow.recipe.ranges import (
     Text,
 )
 from hybridflow.recipe.schema_control import ControlSection
-from hybridflow.recipe.schema_roles import RolesSection
+from hybridflow.recipe.schema_roles import ParallelSection, RolesSection
 from hybridflow.recipe.section import OptimizerSection, Section
 from hybridflow.recipe.source import KeyPath
 from megatron_bridge.layout import ParallelLayout
@@ -387,9 +387,11 @@ class Recipe(Section):
         return self._origins[path]
 
     def layout(self, role: str) -> ParallelLayout:
-        """Parallel layout of a model role; the actor's unless it has its own."""
-        section = self.roles.models()[role]
-        return (section.parallel or self.roles.actor.parallel).layout()
+        """Parallel layout of a model role: its own, else the actor's, else one rank."""
+        told = self.roles.models()[role].parallel
+        if told is None and self.roles.actor is not None:
+            told = self.roles.actor.parallel
+        return (told or ParallelSection()).layout()
 
     def model_path(self, role: str) -> str:
         """Folder that a model role starts from."""

@@ -243,11 +243,13 @@ def _tag(value: Any) -> str | None:
     return None if section is None else section.__name__
 
 
-FurtherRole = Annotated[
-    Annotated[RewardSection, Tag("RewardSection")]
-    | Annotated[FurtherModelSection, Tag("FurtherModelSection")],
-    Discriminator(_tag),
+_Reward = Annotated[RewardSection, Tag("RewardSection")]
+_Model = Annotated[FurtherModelSection, Tag("FurtherModelSection")]
+FurtherRole = Annotated[_Reward | _Model, Discriminator(_tag)]
+RewardRole = Annotated[
+    _Reward | _Model, Discriminator(lambda value: _tag(value) or RewardSection.__name__)
 ]
+"""A model where it has the key `head`, else functions."""
 
 TrainedSection = ActorSection | CriticSection | FurtherModelSection
 AnyModelSection = TrainedSection | ReferenceSection
@@ -259,15 +261,17 @@ class RolesSection(Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, FurtherRole] = Field(init=False)  # pyright: ignore
 
-    actor: ActorSection = Field(
-        examples=[{"optimizer": {"lr": 1e-6}}], description="the trained model"
+    actor: ActorSection | None = Field(
+        default=None, description="the trained model; for dataflows that act on it"
     )
     reference: ReferenceSection | None = Field(default=None, description="the frozen model, for KL")
     critic: CriticSection | None = Field(default=None, description="the value model")
     rollout: RolloutSection | None = Field(
         default=None, description="the servers; for dataflows that sample"
     )
-    reward: RewardSection | None = Field(default=None, description="the rule that scores")
+    reward: RewardRole | None = Field(
+        default=None, description="what scores: functions, or with `head: value` a model"
+    )
 
     @property
     def servers(self) -> RolloutSection:
@@ -277,18 +281,18 @@ class RolesSection(Section):
 
     def rewards(self) -> dict[str, RewardSection]:
         """Every reward role by name."""
-        own = {} if self.reward is None else {"reward": self.reward}
-        further = {n: s for n, s in self._further().items() if isinstance(s, RewardSection)}
-        return {**own, **further}
+        named = {"reward": self.reward, **self._further()}
+        return {name: s for name, s in named.items() if isinstance(s, RewardSection)}
 
     def models(self) -> dict[str, AnyModelSection]:
-        """Every role with a Megatron model by name, the actor first."""
+        """Every role with a Megatron model by name, the actor first where there is one."""
         found: dict[str, AnyModelSection | None] = {
             "actor": self.actor,
             "reference": self.reference,
             "critic": self.critic,
         }
-        found |= {n: s for n, s in self._further().items() if isinstance(s, FurtherModelSection)}
+        named = {"reward": self.reward, **self._further()}
+        found |= {name: s for name, s in named.items() if isinstance(s, FurtherModelSection)}
         return {name: section for name, section in found.items() if section is not None}
 
     def trained(self) -> dict[str, TrainedSection]:

@@ -1,5 +1,6 @@
 """Pairs and labels, whole runs on the tiny model, and what `check` says of their recipes."""
 
+import json
 import math
 
 import pytest
@@ -37,6 +38,15 @@ def test_a_few_steps_prefer_the_chosen(run_recipe, name: str):
             last["eval/desirable_reward"] - last["eval/undesirable_reward"]
         )
         assert "reward/kl" not in last
+
+
+def test_kto_says_beforehand_that_answers_after_other_prompts_are_too_long(run_recipe, tmp_path):
+    rows = [("1+1=", "2222222"), ("1+1+1+1=", "4")]
+    lines = [json.dumps({"prompt": p, "answer": a, "label": True}) + "\n" for p, a in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    told = [REFERENCE, f"data.train={tmp_path}/rows.jsonl", "data.prompts_per_step=2"]
+    with pytest.raises(ValueError, match="8 tokens and longest answer of 8 .*roles.actor.micro"):
+        run_recipe("kto", *told, "evaluation=null", "roles.actor.micro_batch_tokens=12")
 
 
 def faults(write_recipe, dataflow: str, *overrides: str) -> list[str]:

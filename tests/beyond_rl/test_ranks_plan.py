@@ -25,7 +25,7 @@ def test_a_plan_that_does_not_fit_is_refused(write_recipe, dataflow, overrides, 
 
 
 def test_a_reward_model_fits(write_recipe):
-    told = ["roles.actor.parallel.dp=2", "roles.critic={optimizer: {lr: 1e-3}}"]
+    told = ["roles={reward: {head: value, parallel: {dp: 2}, optimizer: {lr: 1e-3}}}"]
     check_plan(compile_recipe(load_recipe(write_recipe("reward_model"), told)), 2)
 
 

@@ -10,9 +10,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hybridflow.algorithms.losses.reward_model import METRICS, SCORE_LOSSES, bradley_terry
 from hybridflow.data import load_dataset
 from hybridflow.recipe import catalogue
+from hybridflow.recipe.checks import check
+from hybridflow.recipe.load import load_recipe, read_draft
 from tests.data.settings import Settings
 
-CRITIC = "roles.critic={optimizer: {lr: 3.0e-3}, micro_batch_tokens: 60}"
+ROLES = "roles={reward: {head: value, optimizer: {lr: 3.0e-3}, micro_batch_tokens: 60}}"
 
 
 def test_by_hand_and_in_double_precision():
@@ -31,7 +33,7 @@ def test_by_hand_and_in_double_precision():
 
 
 def test_it_learns_and_transformers_gives_the_same_scores(run_recipe, assets: Path, tmp_path: Path):
-    steps = run_recipe("reward_model", CRITIC, "steps=6")
+    steps = run_recipe("reward_model", ROLES, "steps=6")
     assert steps[-1]["eval/loss"] < math.log(2) and steps[-1]["eval/reward_accuracy"] > 0.5
     (folder,) = tmp_path.glob("run/export*")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -47,14 +49,31 @@ def test_it_learns_and_transformers_gives_the_same_scores(run_recipe, assets: Pa
         assert steps[-1][f"eval/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
 
 
+def test_what_check_says(write_recipe):
+    def faults(*overrides: str) -> list[str]:
+        draft = read_draft(write_recipe("reward_model"), overrides)
+        return [str(fault) for fault in draft.faults or check(load_recipe(path, overrides))]
+
+    path = write_recipe("reward_model")
+    assert faults(ROLES) == []
+    found = faults()  # with an actor alone
+    assert found and all("the role 'reward', which the recipe lacks" in fault for fault in found)
+    (found,) = faults(ROLES, "roles.reward.optimizr={lr: 1.0e-3}")
+    assert "`roles.reward.optimizr`" in found and "did you mean 'optimizer'" in found
+    found = faults(ROLES, "roles.reward.optimizer=null")
+    assert any("would update the role 'reward', which is frozen" in fault for fault in found)
+    found = faults(ROLES, "dataflow=sft")
+    assert found and all("the role 'actor', which the recipe lacks" in fault for fault in found)
+
+
 @pytest.mark.slow
 def test_a_score_of_every_token_and_margins(run_recipe, tmp_path: Path):
     path = tmp_path / "token.yaml"
     path.write_text(
-        "inputs: [prompts, pairs, margins]\nnodes:\n  update:\n    {role: critic, call: update, "
+        "inputs: [prompts, pairs, margins]\nnodes:\n  update:\n    {role: reward, call: update, "
         "in: [prompts, {responses: pairs}, margins], loss: bradley_terry_token}\n"
     )
     overrides = (f"dataflow={path}", "evaluation=null", "steps=6", "data.prompts_per_step=24")
-    steps = run_recipe("reward_model", CRITIC, *overrides)
+    steps = run_recipe("reward_model", ROLES, *overrides)
     losses = [step[key] for step in steps for key in step if key.endswith("/loss")]
     assert losses[-1] < losses[0]

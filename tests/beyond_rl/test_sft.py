@@ -1,5 +1,7 @@
 """Supervised fine-tuning, whole runs: conversations, held-out loss, and a model that loads."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,9 +66,20 @@ def test_what_check_says(write_recipe, assets: Path):
     assert "of which the data has 1 for a prompt" in found
 
 
-def test_rows_that_fit_no_pack_are_found_before_the_first_step(run_recipe):
+def short_model(folder: Path, assets: Path) -> Path:
+    """The tiny model as one that was made for 8 tokens."""
+    short = folder / "short"
+    shutil.copytree(assets / "plain", short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (short / "config.json").write_text(json.dumps(config))
+    return short
+
+
+def test_rows_that_fit_nothing_are_found_before_the_first_step(run_recipe, assets, tmp_path: Path):
     with pytest.raises(ValueError, match=r"train.jsonl:\d+: the row has .* data.max_tokens"):
         run_recipe("sft", "roles.actor.micro_batch_tokens=7", "evaluation=null")
+    with pytest.raises(ValueError, match=r"\d+ tokens, and .* has 8 positions .*data.max_tokens=8"):
+        run_recipe("sft", f"model.path={short_model(tmp_path, assets)}", "evaluation=null")
     (step,) = run_recipe(
         "sft",
         *("roles.actor.micro_batch_tokens=7", "evaluation=null", "data.max_tokens=8"),

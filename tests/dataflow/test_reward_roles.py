@@ -95,10 +95,9 @@ def test_a_reward_model_in_megatron_scores_a_run(make_recipe, recipe_file, quick
     AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
     AutoTokenizer.from_pretrained(quickstart).save_pretrained(judge)
     recipe = yaml.safe_load(recipe_file.read_text())
-    graph = yaml.safe_load((ROOT / "recipes/dataflows/grpo.yaml").read_text())
-    graph["nodes"]["score"] |= {"role": "judge", "in": ["prompts", "responses"]}
-    recipe |= {"dataflow": graph, "steps": 2, "warm_start": None, "evaluation": None}
-    recipe["roles"]["judge"] = {"head": "value", "model": str(judge), "colocate": "actor"}
+    recipe |= {"steps": 2, "warm_start": None}
+    recipe["roles"]["reward"] = {"head": "value", "model": str(judge), "colocate": "actor"}
     recipe_file.write_text(yaml.safe_dump(recipe, sort_keys=False))
     rows = list(read_metrics(run(make_recipe())))
     assert len(rows) == 2 and all(row["metrics"]["reward/std"] > 0 for row in rows)
+    assert "eval/reward" in rows[-1]["metrics"]

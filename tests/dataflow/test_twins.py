@@ -16,16 +16,15 @@ from .kept_server import KeptServer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TWINS = sorted(p.stem for p in RECIPES.glob("quickstart*.yaml") if "sglang" not in p.stem)
-SMALL = [
-    *("roles.actor.parallel.dp=1", "steps=2", "checkpoint.every=2", "export=false"),
-    "data.prompts_per_step=16",
+X
 ]
 
 
 def small(path: Path) -> list[str]:
     """Overrides for a few steps of few rows on one rank a role."""
     recipe = load_recipe(path)
-    told = list(SMALL)
+    trained = "reward" if recipe.roles.actor is None else "actor"
+    told = [*SMALL, f"roles.{trained}.parallel.dp=1"]
     if recipe.warm_start is not None:
         told += ["warm_start.steps=2", "warm_start.prompts_per_step=16"]
     if recipe.evaluation is not None:

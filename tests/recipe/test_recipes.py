@@ -41,6 +41,7 @@ QWEN3_32B = QWEN3_8B | {
     "num_attention_heads": 64,
     "num_hidden_layers": 64,
 }
+SCORER = QWEN3_8B | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
 QUICKSTART = CONFIG | {"max_position_embeddings": 64}
 MODELS = {
     "assets/quickstart": QUICKSTART,
@@ -49,6 +50,8 @@ MODELS = {
     "models/Qwen3-8B": QWEN3_8B,
     "models/Qwen3-8B-Base": QWEN3_8B,
     "models/Qwen3-32B": QWEN3_32B,
+    "models/reward": SCORER,
+    "models/cost": SCORER,
 }
 ROWS = 1024
 COLUMNS = {
