@@ -16,8 +16,7 @@ from .kept_server import KeptServer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TWINS = sorted(p.stem for p in RECIPES.glob("quickstart*.yaml") if "sglang" not in p.stem)
-X
-]
+SMALL = ("steps=2", "checkpoint.every=2", "export=false", "data.prompts_per_step=16")
 
 
 def small(path: Path) -> list[str]:
