@@ -204,13 +204,17 @@ def soft_overlong(
 
 
 def rotate_responses(batch: Batch, context: FunctionContext) -> dict[str, Any]:
-    """responses (tokens) -> rotated (tokens): each prompt's responses go to the next prompt."""
+    """responses, response_mask (tokens) -> rotated, rotated_mask (tokens): each prompt's responses
+    go to the next prompt."""
     if batch.prompts < 2:
         raise ValueError(
             "rotate_responses needs two prompts a step or more; raise prompts_per_step"
         )
-    last = batch.select(["responses"]).take([batch.prompts - 1])
-    return {"rotated": Batch.concat([last, batch.slice(0, batch.prompts - 1)])["responses"]}
+    names = {"responses": "rotated", "response_mask": "rotated_mask"}
+    given = batch.select([name for name in names if name in batch])
+    last, others = given.take([batch.prompts - 1]), given.slice(0, batch.prompts - 1)
+    rotated = Batch.concat([last, others])
+    return {names[name]: rotated[name] for name in rotated.fields}
 
 
 def reverse_kl(batch: Batch, context: FunctionContext, scale: float = 1.0) -> dict[str, Any]:
@@ -221,8 +225,9 @@ def reverse_kl(batch: Batch, context: FunctionContext, scale: float = 1.0) -> di
 
 
 def kto_baseline(batch: Batch, context: FunctionContext) -> dict[str, Any]:
-    """logprobs, ref_logprobs (tokens) -> kl_baseline (run)."""
-    found = rewards_math.kl_baseline(batch["logprobs"], batch["ref_logprobs"])
+    """logprobs, ref_logprobs, response_mask (tokens) -> kl_baseline (run)."""
+    mask = batch.fields.get("response_mask")
+    found = rewards_math.kl_baseline(batch["logprobs"], batch["ref_logprobs"], mask)
     return {"kl_baseline": found}
 
 

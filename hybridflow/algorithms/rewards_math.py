@@ -68,15 +68,20 @@ def signal_prompts(rewards_PG: Tensor, held: int, wanted: int) -> list[int]:
     return kept[: max(wanted - held, 0)]
 
 
-def kl_baseline(logprobs: Ragged, ref_logprobs: Ragged) -> float:
+def kl_baseline(logprobs: Ragged, ref_logprobs: Ragged, mask: Ragged | None = None) -> float:
     """KTO's point of reference (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1)::
 
         z = max(0, mean over responses of log(pi(y' | x) / ref(y' | x)))
 
     where y' is the response to another prompt than x, so that the mean estimates the KL of policy
     and reference. In nats, over all responses of the step.
+
+    Args:
+        mask: bool, which tokens of a response are the model's own; None: all.
     """
     ratios_T = logprobs.values.double() - ref_logprobs.values.double()
+    if mask is not None:
+        ratios_T = ratios_T[mask.values]
     return max(0.0, float(ratios_T.sum()) / len(logprobs))
 
 

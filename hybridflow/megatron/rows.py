@@ -157,6 +157,7 @@ def _check_preference(batch: Batch, loss: LossSettings) -> None:
             f"loss '{loss.name}' takes two responses to a prompt, the chosen and the rejected; "
             f"there are {batch.samples_per_prompt}"
         )
+    _check_mask(batch, "response_mask")
     lengths_S = batch["responses"].lengths
     if bool((lengths_S == 0).any()):
         row = int((lengths_S == 0).nonzero()[0])

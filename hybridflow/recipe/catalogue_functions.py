@@ -9,6 +9,7 @@ from hybridflow.recipe.catalogue_fields import (
     LOGPROBS,
     PROMPT_VALUES,
     PROMPTS,
+    RESPONSE_MASK,
     RESPONSES,
     RETURNS,
     REWARD_VALUES,
@@ -189,8 +190,11 @@ _FUNCTIONS: dict[str, Signature] = {
     ),
     "rotate_responses": Signature(
         "Each prompt's responses as those of the next prompt, as KTO's baseline needs them.",
-        {"responses": takes(RESPONSES)},
-        {"rotated": RESPONSES},
+        {
+            "responses": takes(RESPONSES),
+            "response_mask": takes(RESPONSE_MASK, optional=True),
+        },
+        {"rotated": RESPONSES, "rotated_mask": RESPONSE_MASK},
     ),
     "reverse_kl": Signature(
         "On-policy distillation's advantage: the teacher's log-probability of every sampled token "
@@ -205,7 +209,11 @@ _FUNCTIONS: dict[str, Signature] = {
     "kto_baseline": Signature(
         "KTO's baseline: the mean log-ratio of policy and reference on rotated responses, 0 at "
         "least.",
-        {"logprobs": takes(LOGPROBS), "ref_logprobs": takes(LOGPROBS)},
+        {
+            "logprobs": takes(LOGPROBS),
+            "ref_logprobs": takes(LOGPROBS),
+            "response_mask": takes(RESPONSE_MASK, optional=True),
+        },
         {"kl_baseline": KL_BASELINE},
     ),
     "accumulate_signal": Signature(

@@ -153,6 +153,12 @@ def test_responses_rotate_to_the_next_prompt():
     batch = Batch({"responses": responses}, {"responses": Axis.TOKENS}, 3, 1)
     rotated = FUNCTIONS["rotate_responses"](batch, FunctionContext())["rotated"]
     assert [row.tolist() for row in rotated.rows()] == [[3, 3, 3], [1], [2, 2]]
+    mask = Ragged.from_rows([[True], [True, False], [False, False, True]])
+    masked = FUNCTIONS["rotate_responses"](
+        batch.with_field("response_mask", Axis.TOKENS, mask), FunctionContext()
+    )
+    assert masked["rotated"].equals(rotated)
+    assert [row.tolist() for row in masked["rotated_mask"].rows()][0] == [False, False, True]
     with pytest.raises(ValueError, match="two prompts a step or more"):
         FUNCTIONS["rotate_responses"](batch.slice(0, 1), FunctionContext())
 
@@ -160,6 +166,8 @@ def test_responses_rotate_to_the_next_prompt():
 def test_the_baseline_is_never_negative():
     low, high = Ragged.from_rows([[-1.0], [-2.0, -1.0]]), Ragged.from_rows([[-3.0], [-2.0, -2.0]])
     assert kl_baseline(low, high) == pytest.approx(1.5) and kl_baseline(high, low) == 0
+    mine = Ragged.from_rows([[True], [False, True]])
+    assert kl_baseline(low, high, mine) == pytest.approx((2 + 1) / 2), "of the model's own tokens"
 
 
 def test_the_catalogue_says_the_same():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.load import load_recipe
 
@@ -52,6 +53,39 @@ def test_kto_says_beforehand_that_answers_after_other_prompts_are_too_long(run_r
 def faults(write_recipe, dataflow: str, *overrides: str) -> list[str]:
     recipe = load_recipe(write_recipe(dataflow), overrides)
     return [str(fault) for fault in check(recipe)]
+
+
+CHAT = ("data.messages_column=messages", "evaluation=null")
+
+
+def test_kto_counts_the_assistants_tokens_of_a_conversation(run_recipe, assets):
+    chat = (*CHAT, f"model.path={assets}/model", "roles.actor.micro_batch_tokens=64")
+    whole, last = (
+        run_recipe("kto", REFERENCE, *chat, f"data.turns={turns}", "steps=1")[0]
+        for turns in ("all", "last")
+    )
+    rows = [json.loads(line) for line in (assets / "train.jsonl").open()]
+    lengths = {2 * (len(row["answer"]) + 1) for row in rows}  # the same sum in both turns
+    assert min(lengths) <= whole["update/response_length_mean"] <= max(lengths)
+    assert last["update/tokens"] * 2 == whole["update/tokens"]
+    assert whole["update/loss"] == pytest.approx(0.5), "policy and reference alike"
+
+
+@pytest.mark.parametrize(("dataflow", "reader"), [("sft", "update"), ("kto", "rotate")])
+def test_a_conversation_without_its_mask_is_a_fault(
+    write_recipe, tmp_path, assets, dataflow, reader
+):
+    shipped = (SHIPPED / f"{dataflow}.yaml").read_text()
+    path = tmp_path / "flow.yaml"
+    path.write_text(shipped.replace(", {response_mask: target_mask}", ""))
+    chat = (f"dataflow={path}", f"model.path={assets}/model", *CHAT)
+    reference = [REFERENCE] if dataflow == "kto" else []
+    found = faults(write_recipe, dataflow, *chat, *reference)
+    assert any(
+        f"node '{reader}' takes 'targets' of whole conversations" in fault for fault in found
+    )
+    assert all("set data.turns to last" in fault for fault in found)
+    assert faults(write_recipe, dataflow, *chat, "data.turns=last", *reference) == []
 
 
 def test_what_check_says(write_recipe, tmp_path):

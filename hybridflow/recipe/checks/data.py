@@ -1,15 +1,18 @@
-"""Data files: that they exist, hold their columns and have enough rows."""
+"""Data files: that they exist, hold their columns and have enough rows; masks of conversations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.recipe.assets import how_to_make
-from hybridflow.recipe.catalogue import GRAPH_INPUTS, column_keys
+from hybridflow.recipe.axes import Axis
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, column_keys, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.files import Found, look
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.names import advice
+from hybridflow.recipe.signature import RoleKind
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,39 @@ def _column_faults(context: Context, use: _Use, found: Found) -> Iterator[Fault]
             yield context.fault(f"data.{name}", what, fix)
 
 
+def mask_faults(context: Context) -> Iterator[Fault]:
+    """Nodes that would take what others say in a conversation as the assistant's words."""
+    data = context.recipe.data
+    if data.messages_column is None or data.turns == "last":
+        return  # a last turn is the assistant's from the first token to the last
+    kinds = context.recipe.roles.kinds()
+    for stage in context.stages:
+        if not stage.graph.cycle():
+            yield from _unmasked(stage.graph, kinds)
+
+
+def _unmasked(graph: Graph, kinds: Mapping[str, RoleKind]) -> Iterator[Fault]:
+    """Nodes that read conversations' answers, or what is made of them, without their mask."""
+    made = {name for name in graph.inputs if name in ("targets", "eval_targets")}
+    for node in graph.order:
+        told = sorted(made.intersection(node.inputs.values()))
+        known = signature(kinds.get(node.role) if node.role else None, node.call or node.function)
+        if known is None or not told:
+            continue
+        tokens = {name for name, kind in known.outputs.items() if kind.axis is Axis.TOKENS}
+        made |= {field for output, field in node.outputs.items() if output in tokens}
+        masks = "response_mask" in known.inputs
+        if "response_mask" in node.inputs or not (masks or node.call == "update"):
+            continue
+        what = (
+            f"node '{node.name}' takes '{told[0]}' of whole conversations, in which others speak, "
+            "too, as words of the assistant"
+        )
+        mask = "eval_target_mask" if told[0].startswith("eval_") else "target_mask"
+        fix = f"add `{{response_mask: {mask}}}` to its inputs, or " if masks else ""
+        yield Fault(node.origin, what, f"{fix}set data.turns to last")
+
+
 CHECKS = (
     Check(
         (
@@ -115,4 +151,5 @@ CHECKS = (
         ),
         file_faults,
     ),
+    Check(("dataflow", "warm_start.dataflow", "roles.*", "data"), mask_faults),
 )
