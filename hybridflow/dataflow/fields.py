@@ -40,6 +40,12 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._values)
 
+    def copy(self) -> Fields:
+        """The same values, which what is put into one or the other does not change."""
+        same = Fields()
+        same._values = dict(self._values)
+        return same
+
     def put(self, name: str, value: Value) -> None:
         with self._lock:
             self._values[name] = value

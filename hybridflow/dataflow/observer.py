@@ -12,6 +12,14 @@ from typing import Any
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.measures import advantage_metrics, reference_kl, source_means
 from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
+from hybridflow.dataflow.rounds import (
+    all_rounds,
+    kept_metrics,
+    length_metrics,
+    of_sampling,
+    reward_metrics,
+    round_metrics,
+)
 from hybridflow.dataflow.steps import StepOutcome
 from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.graph import Graph, Node
@@ -46,6 +54,7 @@ class Observer:
         ]
         self._updating = [n for n in graph.nodes if n.role is not None and n.call == "update"]
         self._measuring = [n for n in graph.nodes if n.role is not None and n.call == "evaluate"]
+        self._loops = [n for n in graph.nodes if n.repeat_until is not None]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
         self._constant: dict[str, ConstantReward] = defaultdict(ConstantReward)
@@ -57,12 +66,16 @@ class Observer:
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
         """Every scalar of the step, by ``group/name``."""
-        found = self._rewards(outcome) | reference_kl(self._graph, outcome)
+        whole = all_rounds(self._graph, outcome)
+        found = self._rewards(whole) | reference_kl(self._graph, outcome)
         for node in self._ran(self._generating, outcome):
-            found |= self._lengths(node, outcome.results[node.name])
+            found |= self._lengths(node, whole.results[node.name])
             if node.name not in self._evaluated:
                 took = outcome.timings.seconds[node.name]
                 found["generate/seconds"] = found.get("generate/seconds", 0.0) + took
+        for node in self._ran(self._loops, outcome):
+            found = of_sampling(found) | round_metrics(node, outcome, whole)
+            found |= kept_metrics(node, outcome)
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
             prefix = "update" if node.role == ACTOR else node.role
@@ -82,9 +95,10 @@ class Observer:
         return found
 
     def rollouts(self, outcome: StepOutcome) -> Iterator[dict[str, Any]]:
-        """Every sampled response of the step, as rows for ``rollouts.jsonl``."""
+        """Every sampled response of the step, of all its rounds, as rows for ``rollouts.jsonl``."""
+        whole = all_rounds(self._graph, outcome)
         for node in self._ran(self._generating, outcome):
-            yield from self._rows(node, outcome)
+            yield from self._rows(node, whole)
 
     def _ran(self, nodes: list[Node], outcome: StepOutcome) -> list[Node]:
         return [node for node in nodes if node.name in outcome.results]
@@ -114,9 +128,7 @@ class Observer:
             found["reward/good_share"] = outcome.fields[name].data.float().mean().item()
         if self._main_reward in outcome.fields:
             rewards_S = outcome.fields[self._main_reward].data
-            found["reward/mean"] = rewards_S.mean().item()
-            found["reward/std"] = rewards_S.std(unbiased=False).item()
-            found["reward/max"] = rewards_S.max().item()
+            found |= reward_metrics(rewards_S)
             found["reward/constant"] = self._constant["reward"].see(rewards_S)
         return found
 
@@ -134,13 +146,7 @@ class Observer:
         prefix = "eval/length" if node.name in self._evaluated else "length"
         if node.options.get("sampling") == "greedy":
             prefix = f"greedy/{prefix}"
-        lengths_S = result["responses"].lengths.float()
-        return {
-            f"{prefix}/mean": lengths_S.mean().item(),
-            f"{prefix}/max": lengths_S.max().item(),
-            f"{prefix}/min": lengths_S.min().item(),
-            f"{prefix}/truncated": 1 - result["finished"].float().mean().item(),
-        }
+        return length_metrics(prefix, result["responses"], result["finished"])
 
     def _rows(self, node: Node, outcome: StepOutcome) -> Iterator[dict[str, Any]]:
         result, groups = outcome.results[node.name], outcome.results[node.name].samples_per_prompt

@@ -47,12 +47,15 @@ class StepOutcome:
         results: every node's whole result by the node's name, fields that the graph does not
             name included.
         timings: seconds of every node.
+        rounds: of a ``repeat_until``, each with the fields as it left them and the results of the
+            nodes that are run again; none in other steps.
     """
 
     context: StepContext
     fields: Fields
     results: dict[str, Batch] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    rounds: list[StepOutcome] = field(default_factory=list)
 
 
 class StepRunner:
@@ -150,6 +153,7 @@ class StepRunner:
                 self._draw(outcome.fields)
             context = replace(outcome.context, round=number, previous=previous)
             self._pass(inner, outcome, context)
+            outcome.rounds.append(_round(inner, outcome, context))
             if outcome.fields[repeat.condition].data:
                 return
             previous = outcome.results[node.name].fields
@@ -160,6 +164,11 @@ class StepRunner:
                 "or bring data and samples from which it can come true"
             ),
         )
+
+
+def _round(inner: list[Node], outcome: StepOutcome, context: StepContext) -> StepOutcome:
+    results = {node.name: outcome.results[node.name] for node in inner}
+    return StepOutcome(context, outcome.fields.copy(), results)
 
 
 class _View:

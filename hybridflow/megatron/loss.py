@@ -57,7 +57,7 @@ class UpdateLoss(Measured):
             sums.append("kl")
         self._compares_old = "old_logprobs" in batch
         if self._compares_old:
-            sums.append(OLD_GAP)
+            sums.extend((OLD_GAP, "policy_kl"))
         if settings.reads_entropy:
             sums.append("entropy")
         if settings.off_policy_bound is not None:
@@ -115,6 +115,9 @@ class UpdateLoss(Measured):
             masked_R = self._off_policy(rows, pack, inputs)
             loss_R = torch.where(masked_R, 0.0, loss_R)
             sums["off_policy_masked"] = masked_R.sum()
+        if self._compares_old:
+            now_R = readings.logprobs_T.detach()
+            sums["policy_kl"] = kl_divergence(inputs.old_logprobs_T, now_R).sum()
         if kl_R is not None:
             loss_R = loss_R + settings.kl_coef * kl_R if settings.kl_coef else loss_R
             sums["kl"] = kl_R.detach().sum()

@@ -11,6 +11,7 @@ from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
+from tests.dataflow.reported import assert_reported
 
 SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"
 DATAFLOWS = {
@@ -63,9 +64,11 @@ def run(recipe) -> dict[str, float]:
 @pytest.mark.slow  # the shipped recipes of these run in test_twins.py
 @pytest.mark.parametrize("name", DATAFLOWS)
 def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
-    metrics = run(make_recipe(*overrides_of(name, tmp_path)))
+    recipe = make_recipe(*overrides_of(name, tmp_path))
+    metrics = run(recipe)
     assert metrics["update/grad_norm"] > 0 and metrics["reward/std"] > 0
     assert metrics["weights/version"] == 1
+    assert_reported(metrics, compile_recipe(recipe).stages[-1].graph)
     if name == "grpo_full_kl":
         assert metrics["update/kl"] > 0
     if name == "prime":

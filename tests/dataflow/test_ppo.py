@@ -10,10 +10,11 @@ from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.compile import compile_recipe
+from tests.dataflow.reported import assert_reported
 
 CRITIC = "roles.critic={optimizer: {lr: 1e-3, schedule: cosine}, colocate: actor, epochs: 2}"
 # A reward that is constant "so far" counts from where the process began.
-SKIPPED = ("seconds", "throughput/", "memory/", "weights/", "publish/", "reward/constant")
+SKIPPED = ("seconds", "throughput/", "memory/", "weights/", "publish/", "/constant")
 
 
 def run(recipe, **options) -> Path:
@@ -55,6 +56,8 @@ def test_ppo_trains_both_models_and_resumes(make_recipe, tmp_path) -> None:
         assert row["critic/grad_norm"] > 0 and row["critic/loss"] > 0
         assert row["critic/explained_variance"] <= 1 and 0 <= row["critic/clip_fraction"] <= 1
         assert ("update/loss" in row) == (stage == "main")
+    last = list(read_metrics(whole))[-1]["metrics"]
+    assert_reported(last, compile_recipe(recipe).stages[-1].graph)
     # The reference is the actor until the first update; the critic's schedule spans both stages.
     assert rows[2]["update/kl"] == 0 < rows[3]["update/kl"]
     rates = [row["critic/lr"] for row in rows]

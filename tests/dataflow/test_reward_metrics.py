@@ -1,16 +1,21 @@
 """Rewards of several nodes and roles keep metrics of their own."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from hybridflow.batch import Batch
+from hybridflow.algorithms import FUNCTIONS, FunctionContext
+from hybridflow.batch import Batch, Ragged
+from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.fields import Fields, Value
 from hybridflow.dataflow.observer import Observer
-from hybridflow.dataflow.steps import StepContext, StepOutcome
+from hybridflow.dataflow.runner import SerialRunner
+from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -51,3 +56,69 @@ def test_a_further_reward_does_not_take_the_names_of_the_main_one(recipe, furthe
     assert found["reward/constant"] == 1
     # The same function scores greedy responses, which may well all be right or wrong.
     assert found.get(f"reward/{name}/constant") == (1 if name == "costs" else None)
+
+
+def sampled(rewards_PG: list[list[float]], length: int, finished: bool) -> Batch:
+    """What DAPO's loop makes of two samples a prompt."""
+    rewards_S = torch.tensor(rewards_PG).flatten()
+    samples = len(rewards_S)
+    responses = Ragged.from_rows([torch.full((length,), 7)] * samples)
+    fields = {
+        "responses": responses,
+        "rollout_logprobs": responses.with_values(torch.zeros(samples * length)),
+        "token_versions": responses.with_values(torch.zeros(samples * length, dtype=torch.int64)),
+        "finished": torch.full((samples,), finished),
+        "versions": torch.zeros(samples, dtype=torch.int64),
+        "rewards": rewards_S,
+    }
+    axes = {n: Axis.TOKENS if isinstance(d, Ragged) else Axis.SAMPLES for n, d in fields.items()}
+    return Batch(fields, axes, len(rewards_PG), 2)
+
+
+def test_dapo_reports_what_was_trained_on_and_what_was_sampled(tmp_path) -> None:
+    """Two rounds of two prompts, of which one each has a signal, on the shipped graph."""
+    plan = compile_recipe(load_recipe(RECIPES / "quickstart_dapo.yaml"))
+    graph = plan.stages[-1].graph
+    told = [
+        sampled([[1.0, 1.0], [0.0, 1.0]], 2, True),
+        sampled([[0.0, 1.0], [0.0, 0.0]], 4, False),
+    ]
+    prompts = Ragged.from_rows([[3, 4], [5]], dtype=torch.int64)
+
+    class Drawn:
+        def draw(self, inputs):
+            shown = {"prompts": prompts, "answers": ROWS}
+            return {name: Value(Axis.PROMPTS, data, 2) for name, data in shown.items()}
+
+    def keep(batch, context):
+        told = FunctionContext(prompts_per_step=2, previous=context.previous)
+        found = FUNCTIONS["accumulate_signal"](batch, told)
+        axes = {n: Axis.TOKENS if isinstance(d, Ragged) else Axis.SAMPLES for n, d in found.items()}
+        axes |= {"kept_prompts": Axis.PROMPTS, "enough": Axis.RUN}
+        return Batch(found, axes, len(found["kept_prompts"]), 2)
+
+    operations = {
+        "generate": lambda batch, context: told[context.round],
+        "score": lambda batch, context: told[context.round].select(["rewards"]),
+        "keep": keep,
+    }
+    kinds = plan.recipe.roles.kinds()
+    nodes = [node for node in graph.nodes if node.name in operations]
+    graph = Graph.build(["prompts", "answers"], nodes)
+    runner = StepRunner(graph, operations, SerialRunner(), cast(Feed, Drawn()), kinds)
+    outcome = runner.run(StepContext("main", 1, 1, 1))
+    observer = Observer(graph, kinds, lambda rows: [str(row) for row in rows], "source")
+    found = observer.metrics(outcome, None)
+    assert found["sampling/rounds"] == 2 and found["sampling/prompts"] == 4
+    assert (
+        found["sampling/signal_share"] == found["reward/mean"] == found["length/truncated"] == 0.5
+    )
+    assert found["sampling/reward/mean"] == 0.5
+    assert found["sampling/reward/source/easy"] == 0.75 and "reward/source/easy" not in found
+    assert found["sampling/reward/source/hard"] == 0.25
+    assert found["length/mean"] == 3 and found["length/max"] == 4 and found["length/min"] == 2
+    assert found["sampling/length/truncated"] == 0.5
+    rows = list(observer.rollouts(outcome))
+    assert [row["reward"] for row in rows] == [1, 1, 0, 1, 0, 1, 0, 0]
+    assert [row["prompt"] for row in rows[::2]] == ["[3, 4]", "[5]", "[3, 4]", "[5]"]
+    assert [row["length"] for row in rows] == [2] * 4 + [4] * 4

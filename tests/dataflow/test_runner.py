@@ -159,5 +159,7 @@ def test_repeat_draws_fresh_rows_until_the_condition_holds() -> None:
     outcome = run(steps(SerialRunner(), graph, operations, feed))
     assert seen == [(0, 3), (1, 6)] and feed.draws == 2
     assert outcome.fields["kept"].data == [30.0, 33.0, 36.0, 60.0, 63.0, 66.0]
+    rounds = [(r.context.round, r.fields["a"].data[0], list(r.results)) for r in outcome.rounds]
+    assert rounds == [(0, 30.0, ["left", "keep"]), (1, 60.0, ["left", "keep"])]
     with pytest.raises(NodeError, match="'enough' is still false after 3 rounds; raise the cap"):
         run(steps(SerialRunner(), graph, operations, Rows(prompts=1)))

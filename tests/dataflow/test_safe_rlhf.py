@@ -6,6 +6,8 @@ import pytest
 
 from hybridflow.algorithms.lagrangian import next_multiplier
 from hybridflow.monitor import read_metrics
+from hybridflow.recipe.compile import compile_recipe
+from tests.dataflow.reported import assert_reported
 from tests.dataflow.test_ppo import measured, run
 
 CRITIC = "{optimizer: {lr: 1e-3}, colocate: actor}"
@@ -38,6 +40,7 @@ def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
         assert row["reward/mean"] == row["reward/rewards/mean"]
         multiplier = next_multiplier(multiplier, row["cost/mean"], 0.1, 0.3)
     assert multiplier != 2.0
+    assert_reported(rows[-1], compile_recipe(recipe).stages[-1].graph)
     before = measured(folder)
     shutil.rmtree(folder / "checkpoints" / "step-000003")
     assert measured(run(recipe, resume=True)) == before
