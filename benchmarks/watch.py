@@ -1,8 +1,4 @@
-"""Runs a command and watches the machine: its memory, and whether others use the CPU.
-
-What belongs to the command is found by a variable that its processes inherit, for daemons leave
-their parents, and by its parent, for a process that sets its title loses its variables.
-"""
+"""Runs a command and watches the machine: its memory, and whether others use the CPU."""
 
 from __future__ import annotations
 
@@ -16,26 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MARK = "HYBRIDFLOW_BENCHMARK"
+from benchmarks.families import MARK, PROC, TICKS, Family, Key, processes
+
 PERIOD = 1.0
 QUIET_CORES = 0.1
 """Others may use this many cores in the mean, the system's own work included."""
 
-_PROC = Path("/proc")
-_TICKS = os.sysconf("SC_CLK_TCK")
 _END_SECONDS = 30.0
-
-
-Key = tuple[int, int]
-"""Process id and start time: ids come again."""
-
-
-@dataclass(frozen=True)
-class _Process:
-    """Its parent's id, and the ticks that it has used."""
-
-    parent: int
-    ticks: int
 
 
 @dataclass
@@ -64,10 +47,9 @@ class _Watcher(threading.Thread):
 
     def __init__(self, mark: str, watched: Watched) -> None:
         super().__init__(name="watch", daemon=True)
-        self._mark = f"{MARK}={mark}".encode()
+        self._family = Family(mark)
         self._watched = watched
         self._stop_asked = threading.Event()
-        self._known: set[Key] = set()
         self._ticks: dict[Key, int] = {}
         self._busy = _busy_ticks()
         self._at = time.monotonic()
@@ -82,33 +64,16 @@ class _Watcher(threading.Thread):
         self.join()
 
     def _look(self) -> None:
-        found = _processes()
-        ours = self._ours(found)
+        found = processes()
+        ours = self._family.members(found)
         ticks = {key: found[key].ticks for key in ours}
         used = sum(ticks[key] - self._ticks.get(key, 0) for key in ours)
         busy, at = _busy_ticks(), time.monotonic()
-        others = (busy - self._busy - used) / _TICKS / (at - self._at)
+        others = (busy - self._busy - used) / TICKS / (at - self._at)
         self._watched.others.append((time.time(), max(others, 0.0)))
         memory = sum(_memory(pid) for pid, _ in ours if pid != os.getpid())
         self._watched.peak_bytes = max(self._watched.peak_bytes, memory)
         self._ticks, self._busy, self._at = ticks, busy, at
-
-    def _ours(self, found: Mapping[Key, _Process]) -> set[Key]:
-        """Those of the command, and this process. Once known, a process stays so."""
-        pids = {os.getpid()}
-        for key in sorted(found, key=lambda key: key[1]):  # parents began before their children
-            pid = key[0]
-            if key in self._known or found[key].parent in pids or self._is_marked(pid):
-                self._known.add(key)
-                pids.add(pid)
-        self._known &= set(found)
-        return {key for key in found if key[0] in pids}
-
-    def _is_marked(self, pid: int) -> bool:
-        try:
-            return self._mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            return False  # another user's, or it ended
 
 
 def run_watched(
@@ -166,27 +131,15 @@ def _end(process: subprocess.Popen) -> None:
 
 def _busy_ticks() -> int:
     """Ticks of all cores that were not idle, those that a hypervisor took included."""
-    values = (_PROC / "stat").read_text().splitlines()[0].split()[1:9]
+    values = (PROC / "stat").read_text().splitlines()[0].split()[1:9]
     user, nice, system, _idle, _wait, hard, soft, steal = map(int, values)
     return user + nice + system + hard + soft + steal
-
-
-def _processes() -> dict[Key, _Process]:
-    found = {}
-    for pid in [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]:
-        try:
-            text = (_PROC / str(pid) / "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended between the two reads
-        fields = text[text.rindex(")") + 2 :].split()
-        found[pid, int(fields[19])] = _Process(int(fields[1]), int(fields[11]) + int(fields[12]))
-    return found
 
 
 def _memory(pid: int) -> int:
     """Proportional set size in bytes; 0 of a process that has ended."""
     try:
-        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+        lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

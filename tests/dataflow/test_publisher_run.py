@@ -5,14 +5,23 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from hybridflow.cluster import CallTimeout, RaySession, processes
+from hybridflow.dataflow.live_values import live_values
+from hybridflow.dataflow.state import SharedState
+from hybridflow.dataflow.team import Team
 from hybridflow.monitor import read_events, read_metrics
+from hybridflow.recipe.compile import compile_recipe
+from hybridflow.workers.rollout_engine import GRACE_SECONDS
 from tests.dataflow.commands import TrainCommand
+from tests.dataflow.conftest import MakeRecipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SYNC = "roles.rollout.sync"
 DP2 = ("roles.actor.parallel.dp=2", "roles.rollout.parallel.dp=2", "cluster.devices_per_node=4")
 
 VARIED = "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7\n"
@@ -85,6 +94,26 @@ def test_a_trainer_rank_killed(running, recipe_file, shared, tmp_path) -> None:
     assert "actor rank" in errors[-1] and "died" in errors[-1]
     assert not running.left_over()
     goes_on(recipe_file, shared, folder)
+
+
+def test_a_trainer_rank_that_stands_still(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """It is given three waits of the recipe's deadline and a grace; then its group is ended, and
+    the error names the call and the rank. Servers keep the version that they hold."""
+    plan = compile_recipe(make_recipe("roles.actor.parallel.dp=2", f"{SYNC}.timeout_seconds=2"))
+    state = SharedState(live_values(plan))
+    with RaySession(1, plan.devices, log_dir=tmp_path / "logs") as session:
+        team = Team(plan, session, plan.stages[0], lambda event: None, lambda version: None, state)
+        with closing(team):
+            assert team.publish() == 1
+            ranks = processes.marked(f"{session.mark}actor/")
+            assert len(ranks) == 2
+            ranks[1].suspend()
+            want = rf"actor: no answer to send within {3 * 2 + GRACE_SECONDS:g} s from rank [01]$"
+            with pytest.raises(CallTimeout, match=want):
+                team.publish()
+            assert processes.marked(f"{session.mark}actor/") == []
+            (engine,) = team.rollout.engines
+            assert engine.health().version == "1"
 
 
 def test_the_driver_killed_as_it_publishes(running, recipe_file, shared, tmp_path) -> None:
