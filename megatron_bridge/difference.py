@@ -121,7 +121,7 @@ def _says_model(folder: Path) -> bool:
 def _open(path: Path, config: Path | None) -> Source:
     """What is there, not what should be: missing tensors are a difference, not an error."""
     kind = kind_of(path)
-    if kind is Kind.MEGATRON:
+    if kind in (Kind.MEGATRON, Kind.ENGINE):
         return open_checkpoint(path, config=config).source
     if kind is Kind.HUGGINGFACE:
         folder = HuggingFaceFolder(path)

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge import translation
+from megatron_bridge import engine_files, translation
 from megatron_bridge.convert.kinds import COMPANIONS, Kind, adapter_weights, kind_of
 from megatron_bridge.convert.megatron_sink import layout_of
 from megatron_bridge.convert.sizes import show_bytes
 from megatron_bridge.huggingface.folder import HuggingFaceFolder, open_weights, read_json
+from megatron_bridge.huggingface.safetensors_file import SafetensorsFile
 from megatron_bridge.registry import HfConfig, architecture, has_value_head, tied
 from megatron_bridge.source import TensorInfo
 from megatron_bridge.torch_dist import reader
@@ -18,6 +19,7 @@ from megatron_bridge.torch_dist import reader
 _KINDS = {
     Kind.HUGGINGFACE: "HuggingFace folder",
     Kind.MEGATRON: "Megatron torch_dist checkpoint",
+    Kind.ENGINE: "checkpoint of a training run",
     Kind.ADAPTER: "PEFT adapter",
     Kind.FILE: "weight file",
 }
@@ -74,6 +76,7 @@ def inspect(path: Path) -> Inspection:
     look = {
         Kind.HUGGINGFACE: _huggingface,
         Kind.MEGATRON: _megatron,
+        Kind.ENGINE: _engine,
         Kind.ADAPTER: _adapter,
         Kind.FILE: _file,
     }
@@ -86,6 +89,26 @@ def _huggingface(found: Inspection, path: Path) -> None:
     _count(found, folder.tensors())
     _model(found, folder.config())
     found.files = _sizes(folder.files)
+
+
+def _engine(found: Inspection, path: Path) -> None:
+    """Parameters as the ranks hold them: those that ranks share are counted for each file."""
+    told = engine_files.description(path)
+    files = [SafetensorsFile(file) for file in sorted(path.glob("*.safetensors"))]
+    infos = {(str(f.path), name): info for f in files for name, info in f.infos.items()}
+    own = {k: v for k, v in infos.items() if k[1].startswith(engine_files.PARAMETERS)}
+    _count(found, {"/".join(key): info for key, info in own.items()})
+    config = Path(str(told.get("model", ""))) / "config.json"
+    if config.is_file():
+        _model(found, engine_files.config_of(told, read_json(config)))
+    sizes = asdict(told["layout"]).items()
+    found.layout = ",".join(f"{name}={size}" for name, size in sizes if size not in (1, None))
+    found.files = _sizes([file.path for file in files])
+    found.details |= {
+        "optimizer_steps": told.get("optimizer_steps"),
+        "optimizer_bytes": sum(v.bytes for k, v in infos.items() if k not in own),
+        "model": told.get("model"),
+    }
 
 
 def _megatron(found: Inspection, path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from megatron_bridge.huggingface.folder import load_hf_config
 from megatron_bridge.live_export import export_weights, local_weights
-from megatron_bridge.live_load import load_weights, with_value_head
+from megatron_bridge.live_load import load_weights
 from megatron_bridge.live_model import build_chunks, build_model, global_name, origin, unwrap
 from megatron_bridge.live_save import save_pretrained
+from megatron_bridge.translation import with_value_head
 
 __all__ = [
     "build_chunks",

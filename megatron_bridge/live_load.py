@@ -12,7 +12,7 @@ from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
 from megatron_bridge.mappings import shapes_of, weights
 from megatron_bridge.reading import fill_megatron
-from megatron_bridge.registry import HfConfig, architecture, has_value_head
+from megatron_bridge.registry import HfConfig, has_value_head
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import Source
 
@@ -56,17 +56,6 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
                 _fill(source, held, made.layout.expert_tp, made.layout.tp)
 
 
-def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:
-    """The config of a reward model or critic on a base model: ``scores`` numbers per token."""
-    fields = {
-        "architectures": [architecture(hf_config).classifier_name],
-        "num_labels": scores,
-        "tie_word_embeddings": False,
-    }
-    without = {k: v for k, v in hf_config.items() if k not in ("id2label", "label2id")}
-    return {**without, **fields}
-
-
 def _fill(source: Source, held: Held, expert_tp: int, tp: int) -> None:
     """Copy this rank's rectangles of one weight."""
     parts = expert_tp if held.weight.row.per_expert else tp
@@ -80,7 +69,7 @@ def _check_config(folder: HuggingFaceFolder, config: HfConfig, fresh_head: bool)
     """Refuse weights of a model that computes something else with the same shapes."""
     theirs = folder.config()
     if fresh_head and not has_value_head(theirs):
-        theirs = with_value_head(theirs)
+        theirs = translation.with_value_head(theirs)
     ours = _computation(config)
     other = {k: v for k, v in _computation(translation.resolve(theirs)).items() if ours.get(k) != v}
     if other:

@@ -102,3 +102,14 @@ def gpt_arguments(config: HfConfig) -> dict[str, Any]:
 def features(config: HfConfig) -> dict[str, Any]:
     """What our layers need beyond TransformerConfig (``config`` resolved)."""
     return architecture(config).features(config)
+
+
+def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:
+    """The config of a reward model or critic on a base model: ``scores`` numbers per token."""
+    fields = {
+        "architectures": [architecture(hf_config).classifier_name],
+        "num_labels": scores,
+        "tie_word_embeddings": False,
+    }
+    without = {k: v for k, v in hf_config.items() if k not in ("id2label", "label2id")}
+    return {**without, **fields}

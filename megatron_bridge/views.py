@@ -49,7 +49,7 @@ class _Keys:
         return (*layer, *expert, *weight.shape(tp))
 
 
-def _keys(config: HfConfig) -> _Keys:
+def keys_of(config: HfConfig) -> _Keys:
     """The keys that Megatron saves for a model of this config (resolved)."""
     return _Keys(config, stacked=architecture(config).stacks_layers(config))
 
@@ -72,7 +72,7 @@ class HuggingFaceAsMegatron:
     ) -> None:
         self._source = source
         self._layout = layout or ParallelLayout()
-        self._keys = _keys(translation.resolve(hf_config))
+        self._keys = keys_of(translation.resolve(hf_config))
         self._infos = {key: self._info(key) for key in self._keys.weights}
 
     def _info(self, key: str) -> TensorInfo:
@@ -150,7 +150,7 @@ class MegatronAsHuggingFace:
     def __init__(self, source: Source, hf_config: HfConfig) -> None:
         config = translation.resolve(hf_config)
         self._source = source
-        self._keys = _keys(config)
+        self._keys = keys_of(config)
         if not any(key in source.tensors() for key in self._keys.weights if "layers." in key):
             self._keys = _Keys(config, stacked=False)
         self._check()
@@ -253,7 +253,7 @@ def chunks(hf_config: HfConfig, layout: ParallelLayout) -> Iterator[tuple[str, R
     if found:
         raise ValueError("the model cannot be cut so:\n" + "\n".join(f"- {one}" for one in found))
     config = translation.resolve(hf_config)
-    keys = _keys(config)
+    keys = keys_of(config)
     placement = Placement(layout, keys.layers, keys.experts)
     for key, held in keys.weights.items():
         for index, weight in held.items():

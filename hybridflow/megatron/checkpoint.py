@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_bridge.engine_files import DESCRIPTION, VERSION, experts_file_name, file_name
 from megatron_bridge.layout import ParallelLayout
 
-VERSION = 1
-_SCALARS = "engine.json"
+_SCALARS = DESCRIPTION
 MEND = "restore it, or remove this checkpoint's folder to resume from the one before"
 
 
@@ -108,13 +108,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _file_name(layout: ParallelLayout) -> str:
-    place = layout.coordinates(dist.get_rank())
-    return f"tp{place.tp}_pp{place.pp}.safetensors"
+    return file_name(layout.coordinates(dist.get_rank()))
 
 
 def _experts_file_name(layout: ParallelLayout) -> str:
-    place = layout.expert_coordinates(dist.get_rank())
-    return f"etp{place.etp}_ep{place.ep}_pp{place.pp}.safetensors"
+    return experts_file_name(layout.expert_coordinates(dist.get_rank()))
 
 
 def _replace(new: Path, folder: Path) -> None:

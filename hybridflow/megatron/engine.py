@@ -35,6 +35,7 @@ from hybridflow.megatron.rows import check_fields, mini_batches, rows_of
 from hybridflow.megatron.step import PackedModel, PackLoss
 from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
 from megatron_bridge import live
+from megatron_bridge.engine_files import PARAMETERS
 from megatron_bridge.runtime import device, parallel
 
 _Passes = LossSettings | ValueLossSettings
@@ -343,7 +344,12 @@ class Engine:
             Path(folder),
             self.config.layout,
             {**self._parameters(), **optimizer.state()},
-            {"optimizer_steps": optimizer.steps, "dtype": str(self.config.dtype)},
+            {
+                "optimizer_steps": optimizer.steps,
+                "dtype": str(self.config.dtype),
+                "model": str(Path(self.config.model_path).resolve()),
+                "head": self.config.head,
+            },
             self._experts(),
         )
 
@@ -364,9 +370,9 @@ class Engine:
                 "set model.dtype as it was"
             )
         parameters = self._parameters()
-        checkpoint.fill(parameters, {n: t for n, t in tensors.items() if n.startswith("model/")})
+        checkpoint.fill(parameters, {n: t for n, t in tensors.items() if n.startswith(PARAMETERS)})
         optimizer.load_state(
-            {n: t for n, t in tensors.items() if not n.startswith("model/")},
+            {n: t for n, t in tensors.items() if not n.startswith(PARAMETERS)},
             scalars["optimizer_steps"],
         )
 
@@ -377,7 +383,7 @@ class Engine:
         )
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {f"model/{name}": p.data for name, p in self._core.named_parameters()}
+        return {f"{PARAMETERS}{name}": p.data for name, p in self._core.named_parameters()}
 
 
 def join(config: EngineConfig) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from megatron_bridge.torch_dist import reader
 
+ENGINE = "engine.json"
+"""The description in the folder of one model of a run's checkpoint."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -13,6 +15,7 @@ class Kind(StrEnum):
 
     HUGGINGFACE = "huggingface"
     MEGATRON = "megatron"
+    ENGINE = "engine"
     ADAPTER = "adapter"
     FILE = "file"
 
@@ -31,13 +34,20 @@ def kind_of(path: Path) -> Kind:
         raise ValueError(f"{path} does not exist")
     if reader.find(path) is not None:
         return Kind.MEGATRON
+    if (path / ENGINE).is_file():
+        return Kind.ENGINE
+    if models := sorted(str(p.parent) for p in path.glob(f"*/{ENGINE}")):
+        raise ValueError(
+            f"{path} is a run's checkpoint: name one of its models, {', '.join(models)}"
+        )
     if (path / "adapter_config.json").is_file():
         return Kind.ADAPTER
     if (path / "config.json").is_file():
         return Kind.HUGGINGFACE
     raise ValueError(
         f"{path} is no checkpoint: it has neither config.json (HuggingFace), "
-        "latest_checkpointed_iteration.txt or metadata.json (Megatron) nor adapter_config.json"
+        "latest_checkpointed_iteration.txt or metadata.json (Megatron), engine.json (a run's) nor "
+        "adapter_config.json"
     )
 
 

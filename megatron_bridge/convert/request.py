@@ -112,7 +112,7 @@ def _absolute(destination: Path) -> Path:
 
 def _target(request: Request) -> Kind:
     kind = kind_of(request.source)
-    other = Kind.HUGGINGFACE if kind is Kind.MEGATRON else Kind.MEGATRON
+    other = Kind.MEGATRON if kind is Kind.HUGGINGFACE else Kind.HUGGINGFACE
     to = Kind(request.to) if request.to else other
     if to is Kind.HUGGINGFACE and request.parallel is not None:
         raise ValueError("--parallel is for Megatron results; a HuggingFace folder has no layout")

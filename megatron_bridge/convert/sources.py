@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_bridge import translation
+from megatron_bridge import engine_files, translation
 from megatron_bridge.agreement import check_keys, check_tensors
 from megatron_bridge.convert.kinds import COMPANIONS, Kind, files_of, kind_of
 from megatron_bridge.huggingface.adapter import with_adapter
@@ -78,6 +78,8 @@ def open_checkpoint(
     kind = kind_of(path)
     if kind is Kind.MEGATRON:
         opened = _open_megatron(path, config)
+    elif kind is Kind.ENGINE:
+        opened = _open_engine(path, config)
     elif kind is Kind.HUGGINGFACE:
         if config is not None:
             raise ValueError(f"--config is for Megatron checkpoints; {path} has its own")
@@ -154,6 +156,23 @@ def _open_megatron(path: Path, config_folder: Path | None) -> Opened:
     paths = (path,) if config_folder is None else (path, config_folder)
     entries = len(source.tensors()) + sum(len(opened.chunks(key)) for key in opened.tensors())
     return Opened(Kind.MEGATRON, source, config, carried, companions, paths, entries)
+
+
+def _open_engine(path: Path, config_folder: Path | None) -> Opened:
+    told = engine_files.description(path)
+    model = told.get("model")
+    companions = config_folder or Path(model or "/nonexistent")
+    if not (companions / "config.json").is_file():
+        where = f"at {config_folder or model}" if config_folder or model else "told by it"
+        raise ValueError(
+            f"the model that {path} was trained from is not {where}: give the HuggingFace folder "
+            "with its config.json and tokenizer as --config"
+        )
+    config = engine_files.config_of(told, read_json(companions / "config.json"))
+    checkpoint = engine_files.EngineFiles(path, config)
+    source = MegatronAsHuggingFace(Prefetched(checkpoint), config)
+    entries = len(source.tensors())
+    return Opened(Kind.ENGINE, source, config, (), companions, (path, companions), entries)
 
 
 class Renamed:
