@@ -17,7 +17,7 @@ class Errand:
 
     Attributes:
         text: what is done, for the record.
-        work: ValueError when it cannot be done and nothing has changed.
+        work: ValueError or OSError when it cannot be done and nothing has changed.
     """
 
     text: str
@@ -47,7 +47,7 @@ class BetweenSteps:
             try:
                 errand.work()
                 text = f"{errand.text}: done"
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 text = f"{errand.text}: failed; {error}"
             with self._lock:
                 self._ended[name] = text

@@ -53,6 +53,8 @@ def reference_kl(graph: Graph, outcome: StepOutcome) -> dict[str, float]:
 
 def source_means(score: Node, outcome: StepOutcome, column: str, prefix: str) -> dict[str, float]:
     """``prefix/source/NAME``: the mean reward of the prompts of each value of a column."""
+    if "answers" not in score.inputs:  # a model that scores, which sees no rows
+        return {}
     result = outcome.results[score.name]
     answers = score.inputs.get("answers", "")  # a reward model reads none
     rows = outcome.fields[answers].data if answers in outcome.fields else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema import Recipe
 from hybridflow.rewards import FunctionSettings, RewardError, importable
 from hybridflow.workers.reward import COMPONENT, FAILED, TIMEOUT, RewardWorker
+
+ReloadedParameters = Mapping[str, Mapping[str, Any]]
+"""By the name of a role's function: what took the place of the recipe's ``parameters``."""
 
 
 def reward_settings(recipe: Recipe, role: str) -> dict[str, Any]:
@@ -44,7 +48,7 @@ def reload_reward(
     recipe: Recipe,
     role: str,
     parameters: Mapping[str, Any] | None = None,
-) -> None:
+) -> ReloadedParameters:
     """Load the functions of a reward role anew on every worker, then put them in service.
 
     Code is imported and models are read again. When one worker cannot load, all keep what they
@@ -53,6 +57,9 @@ def reload_reward(
     Args:
         parameters: what takes the place of the recipe's ``parameters`` until the next reload; of a
             role of several ``functions``: by function, ``{name: parameters}``. None: as they are.
+
+    Returns:
+        The parameters that were told, by function.
 
     Raises:
         ValueError: no such role, or the function cannot be used so; the old one is in service.
@@ -69,8 +76,20 @@ def reload_reward(
             raise ValueError(f"reward role '{role}' has no function '{name}'; {hint(name, parts)}")
         if not isinstance(told, Mapping):
             raise ValueError(f"the parameters of '{name}' must be a mapping, not {told!r}")
-    group = groups[role]
-    faults = group.run(RewardWorker.prepare, dict(parameters or {}))
+    by_function = {name: dict(told) for name, told in (parameters or {}).items()}
+    try:
+        json.dumps(by_function, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the parameters are no JSON, in which a checkpoint keeps them: {error}"
+        ) from error
+    load_anew(groups[role], role, by_function)
+    return by_function
+
+
+def load_anew(group: WorkerGroup, role: str, parameters: ReloadedParameters) -> None:
+    """Have every worker of a role load its functions with ``parameters``, by function, or none."""
+    faults = group.run(RewardWorker.prepare, parameters)
     fault = next((fault for fault in faults if fault is not None), None)
     group.run(RewardWorker.swap, fault is None)
     if fault is not None:

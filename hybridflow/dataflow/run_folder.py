@@ -29,6 +29,7 @@ class Progress:
 
     Attributes:
         live: the live values, as ``SharedState.saved`` gives them; empty: as the recipe says.
+        rewards: the parameters that reloads told, by reward role and function.
     """
 
     stage_index: int
@@ -37,6 +38,7 @@ class Progress:
     stream_position: int
     weight_version: int
     live: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,17 @@ class RunFolder:
             shutil.rmtree(partial)
 
 
+_MAPPINGS = ("live", "rewards")
+
+
 def _read_progress(path: Path) -> Progress:
     try:
         progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
-        numbers = {name: value for name, value in asdict(progress).items() if name != "live"}
+        numbers = {name: value for name, value in asdict(progress).items() if name not in _MAPPINGS}
         if not all(type(value) is int for value in numbers.values()):
             reason = "a value is no integer"
-        elif not isinstance(progress.live, dict):
-            reason = "`live` is no mapping"
+        elif wrong := [n for n in _MAPPINGS if not isinstance(getattr(progress, n), dict)]:
+            reason = f"`{wrong[0]}` is no mapping"
         else:
             return progress
     except (ValueError, TypeError) as error:

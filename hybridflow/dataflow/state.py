@@ -148,8 +148,17 @@ class SharedState:
             self._in_force = dict(self._accepted)
             self._version_in_force = self._version
 
+    def begin(self, values: Mapping[str, float], by: str) -> None:
+        """Where a stage begins, in force at once; a change where one has been made before, so that
+        what it undoes is seen."""
+        with self._lock:
+            self._check(values, None, fixed_too=True)
+            self._accept({n: v for n, v in values.items() if n in self._moved}, by)
+            self._accepted |= values
+            self._in_force = self._in_force | values
+
     def put(self, **values: float) -> None:
-        """What the run itself counts or begins anew: in force at once, without a version."""
+        """What the run itself counts: in force at once, without a version."""
         with self._lock:
             self._check(values, None, fixed_too=True)
             self._accepted |= values
@@ -208,10 +217,11 @@ class SharedState:
         old = self._accepted
         moved = {name: (old[name], new) for name, new in values.items() if new != old[name]}
         if moved:
-            self._version += 1
+            version = self._version + 1
+            self._record(Change(version, by, moved, rule))  # what is not recorded is not accepted
+            self._version = version
             self._moved = self._moved | moved.keys()
             self._accepted = {**old, **{name: new for name, (_, new) in moved.items()}}
-            self._record(Change(self._version, by, moved, rule))
         return self._version
 
     def _check(

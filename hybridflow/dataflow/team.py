@@ -15,7 +15,13 @@ from hybridflow.batch import Batch
 from hybridflow.cluster import Pool, Session, WorkerGroup
 from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
-from hybridflow.dataflow.reward_roles import FailedSamples, reload_reward, reward_settings
+from hybridflow.dataflow.reward_roles import (
+    FailedSamples,
+    ReloadedParameters,
+    load_anew,
+    reload_reward,
+    reward_settings,
+)
 from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import (
     CorrectionSettings,
@@ -52,6 +58,7 @@ class Team:
         groups: every role's group, but for the rollout engines, which are the fleet's.
         memory: of the models beside the rollout, the fullest rank's, as last measured.
         between: what other threads want done between steps.
+        reward_parameters: by reward role, those that a reload has put in the recipe's place.
         failed_samples: holds each scoring against its role's ``max_failed_share``.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
@@ -69,6 +76,7 @@ class Team:
         self.recipe = recipe
         self.state = state
         self.between = BetweenSteps()
+        self.reward_parameters: dict[str, ReloadedParameters] = {}
         self.failed_samples = FailedSamples(recipe)
         self.kinds = recipe.roles.kinds()
         self._version = 0
@@ -218,7 +226,20 @@ class Team:
     def reload_reward(self, role: str, parameters: Mapping[str, Any] | None = None) -> None:
         """Load a reward role's code and models anew, with other parameters where told; see
         ``hybridflow.dataflow.reward_roles.reload_reward``."""
-        reload_reward(self.groups, self.recipe, role, parameters)
+        told = reload_reward(self.groups, self.recipe, role, parameters)
+        self._keep_reward(role, told)
+
+    def restore_rewards(self, saved: Mapping[str, ReloadedParameters]) -> None:
+        """Load the functions of reward roles with what ``reward_parameters`` held."""
+        for role, parameters in saved.items():
+            if role not in self.groups or self.kinds[role] != "reward":
+                raise ValueError(f"no reward role '{role}' is in service")
+            load_anew(self.groups[role], role, parameters)
+            self._keep_reward(role, parameters)
+
+    def _keep_reward(self, role: str, parameters: ReloadedParameters) -> None:
+        kept = {**self.reward_parameters.get(role, {}), **parameters}
+        self.reward_parameters = {**self.reward_parameters, **({role: kept} if kept else {})}
 
     def make_room(self) -> None:
         """Before a rollout: models on its devices give up what training alone needs, and take it

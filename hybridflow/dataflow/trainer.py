@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybridflow.dataflow import controllers
-from hybridflow.dataflow.control import Pulse, StepRecord
+from hybridflow.dataflow.control import Pulse, StepRecord, totals_of
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.observer import Decode, Observer
 from hybridflow.dataflow.operations import Surroundings, operations
@@ -39,7 +40,7 @@ class Records:
         told = (record.step, record.stage, record.metrics, record.node_seconds, record.seconds)
         self.writer.step(*told)
         self.console.step(*told)
-        self.pulse.beat(record)
+        self.pulse.beat(record, totals_of(record))
 
     def event(self, kind: str, text: str) -> None:
         """Keep and show one line."""
@@ -98,7 +99,8 @@ class Trainer:
                 begin_as_actor(self._plan, index, self._team, self._folder.start_model_path)
                 self._team.begin_stage(stage)
                 fresh = {r: t for r, t in stage.trained.items() if not t.goes_on}
-                self._state.put(**{f"{r}_lr": t.optimizer.lr for r, t in fresh.items()})
+                rates = {f"{r}_lr": t.optimizer.lr for r, t in fresh.items()}
+                self._state.begin(rates, f"the begin of stage {stage.name}")
                 if stage.goes_on:
                     before = self._feeds[self._plan.stages[index - 1].name].stream
                     self._feeds[stage.name].stream.seek(before.position)
@@ -116,6 +118,7 @@ class Trainer:
         self._team.load(checkpoint.folder)
         self._team.version = max(progress.weight_version, self._folder.noted_version())
         self._restore_state(checkpoint)
+        self._restore_rewards(checkpoint)
         if self._team.publisher is not None:
             self._team.publish()
         stage = self._plan.stages[progress.stage_index]
@@ -130,6 +133,18 @@ class Trainer:
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder} does not fit this run: {error}") from error
         self._state.put(step=progress.global_step, weight_version=self._team.version)
+
+    def _restore_rewards(self, checkpoint: Checkpoint) -> None:
+        """The parameters that reward roles had by then, where a reload had changed them."""
+        rewards = checkpoint.progress.rewards
+        try:
+            self._team.restore_rewards(rewards)
+        except ValueError as error:
+            raise ValueError(
+                f"{checkpoint.folder} was written after a reload, which cannot be repeated: {error}"
+            ) from error
+        for role, parameters in rewards.items():
+            self._records.event("reload", f"'{role}' goes on with {json.dumps(parameters)}")
 
     def _run_stage(self, index: int, stage: Stage, done: int) -> None:
         feed = self._feeds[stage.name]
@@ -198,13 +213,14 @@ class Trainer:
     def _finish_checkpoint(self) -> None:
         """A checkpoint counts once its step is recorded: what goes on from it leaves no gap.
 
-        It holds the live values of the step that follows.
+        It holds the live values of the step that follows, and reward parameters of this one.
         """
         if self._unfinished is None:
             return
         keep = self._plan.recipe.checkpoint.keep
         partial, progress = self._unfinished
-        progress = replace(progress, live=self._state.saved())
+        rewards = {role: dict(told) for role, told in self._team.reward_parameters.items()}
+        progress = replace(progress, live=self._state.saved(), rewards=rewards)
         folder = self._folder.finish_checkpoint(partial, progress, keep)
         self._unfinished = None
         self._records.event("checkpoint", str(folder))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.between_steps import BetweenSteps, Errand
-from hybridflow.dataflow.control import Pulse, StepRecord, listening
+from hybridflow.dataflow.control import Pulse, StepRecord, listening, totals_of
 from hybridflow.dataflow.control import server as control_server
 from hybridflow.dataflow.control.prometheus import exposition
 from hybridflow.dataflow.control.routes import health
@@ -185,7 +185,8 @@ def test_a_token_is_needed_where_there_is_one() -> None:
     with serving(token="secret") as server:
         for told in ({}, *({"Authorization": f"Bearer{t}"} for t in ("", " wrong", " secret2"))):
             assert ask(server, "GET", "/echo", headers=told).status_code == 401, told
-        assert ask(server, "GET", "/echo", headers={"Authorization": "Bearer secret"}).ok
+        for scheme in ("Bearer", "bearer"):
+            assert ask(server, "GET", "/echo", headers={"Authorization": f"{scheme} secret"}).ok
         assert ask(server, "GET", "/nothing").status_code == 401, "it tells nothing to strangers"
 
 
@@ -194,7 +195,9 @@ def test_web_pages_cannot_use_it(open_server: ControlServer) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example:80"}):
         answer = ask(open_server, "POST", "/echo", headers=headers)
         assert answer.status_code == 403 and "loopback" in answer.json()["error"]
-    assert ask(open_server, "GET", "/echo", headers={"Host": "localhost:1"}).ok
+    for host in ("localhost:1", "LOCALHOST.", "127.0.0.2", "[::1]:80"):
+        assert ask(open_server, "GET", "/echo", headers={"Host": host}).ok, host
+    assert ask(open_server, "GET", "/echo", headers={"Host": "[::1"}).status_code == 400
 
 
 def test_ipv6() -> None:
@@ -233,11 +236,27 @@ def parsed(text: str) -> dict[tuple[str, str], float]:
 )
 def test_the_exposition_is_of_its_format(metrics: dict, nodes: dict) -> None:
     record = StepRecord('a "stage"\n', 1, 1, {"reward/mean": 0.5, **metrics}, nodes, 2.0)
-    found = parsed(exposition("run\\name", record, 0.25, {"kl_coef": 1e-9}))
+    found = parsed(exposition("run\\name", record, 0.25, {"kl_coef": 1e-9}, {}, {}))
     labels = 'run="run\\\\name",stage="a \\"stage\\"\\n"'
     assert found["ppo_reward_mean", labels] == 0.5
     assert found["hybridflow_state", f'{labels},name="kl_coef"'] == 1e-9
     assert sum(name == "hybridflow_metric" for name, _ in found) == len({"reward/mean", *metrics})
+
+
+def test_metrics_that_not_every_step_has_stay_and_failures_add_up() -> None:
+    pulse = Pulse()
+    failed = {"reward/reward/errors": 2.0, "reward/reward/a/timeouts": 1.0, "reward/kl": 0.5}
+    for metrics in ({"eval/reward": 0.25, **failed}, {"update/tokens": 7.0, **failed}):
+        record = StepRecord("main", 1, 1, metrics)
+        pulse.beat(record, totals_of(record))
+    found = parsed(exposition("run", record, 0.0, {}, *pulse.since_the_start()))
+    labels = 'run="run",stage="main"'
+    assert found["eval_reward_mean", labels] == 0.25
+    assert found["ppo_kl_divergence", labels] == 0.5, "the KL that the reward pays"
+    assert found["hybridflow_steps_total", labels] == 2
+    assert found["hybridflow_reward_errors_total", labels] == 4
+    assert found["hybridflow_reward_timeouts_total", labels] == 2
+    assert found["hybridflow_response_tokens_total", labels] == 7
 
 
 class Visitor(SerialRunner):
@@ -340,7 +359,9 @@ def test_during_a_run(make_recipe, tmp_path: Path) -> None:
         "rollout": "serving"
     }
     assert roles["reward"]["functions"] == {"reward": "exact_match"}
-    assert re.match("reload of 'reward' by a test at 127.*: done$", roles["reward"]["reload"])
+    done = """reload of 'reward' with {"strip": false} by a test at 127.*: done$"""
+    assert re.match(done, roles["reward"]["reload"])
+    assert roles["reward"]["parameters"] == {"reward": {"strip": False}}
     rate = roles["actor"]["values"]["actor_lr"]
     assert (rate["value"], rate["low"], rate["high"]) == (5e-4, 0, 1.0)
 
@@ -388,7 +409,7 @@ def test_errands_run_once_and_may_fail() -> None:
 
 def test_a_run_that_stands_still_is_not_healthy() -> None:
     pulse = Pulse()
-    pulse.beat(StepRecord("main", 3, 5))
+    pulse.beat(StepRecord("main", 3, 5), {})
     assert health(pulse, stall_seconds=3600).status == 200
     answer = health(pulse, stall_seconds=0.0)
     assert answer.status == 503 and answer.content["status"] == "stalled"
@@ -424,5 +445,11 @@ def test_an_address_or_token_that_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         pytest.raises(ValueError, match="control: 127.0.0.1:.* cannot be listened on"),
     ):
         listen(port=taken.getsockname()[1])
+    monkeypatch.setenv("A_TOKEN", "geheiß")
+    with pytest.raises(ValueError, match="use ASCII letters"):
+        listen(token_env="A_TOKEN")
+    monkeypatch.setenv("A_TOKEN", "secret\n")
+    with listening(ControlSection(token_env="A_TOKEN")) as server:
+        assert server is not None and server.token == "secret"
     monkeypatch.setenv("A_TOKEN", "secret")
     listen(token_env="A_TOKEN", host="0.0.0.0")

@@ -1,5 +1,6 @@
 """Reward roles within whole runs in this process."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 from hybridflow.cluster import LocalSession
+from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.runner import NodeError, SerialRunner
 from hybridflow.dataflow.team import Team
-from hybridflow.monitor import read_metrics
+from hybridflow.monitor import read_events, read_metrics
 from hybridflow.recipe.compile import compile_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +27,45 @@ def odd(prompt, response, answer, row):
 """
 
 
-def run(recipe):
+def run(recipe, runner=None, **options):
     plan = compile_recipe(recipe)
-    return train(plan, lambda logs: LocalSession(), LaunchOptions(live=False), SerialRunner())
+    options = LaunchOptions(live=False, **options)
+    return train(plan, lambda logs: LocalSession(), options, runner or SerialRunner())
+
+
+class Reloads(SerialRunner):
+    """Asks for another parameter of the reward during the first step."""
+
+    def __init__(self, teams):
+        self._teams = teams
+
+    def run(self, graph, nodes, run_node):
+        super().run(graph, nodes, run_node)
+        team = self._teams[-1]
+        if not team.reward_parameters:
+            work = partial(team.reload_reward, "reward", {"by": 3.0})
+            team.between.ask("reward", Errand("a reload", work))
+
+
+def test_parameters_that_a_reload_told_go_on_in_a_resumed_run(make_recipe, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def fn(p, r, a, row, *, by=1.0):\n    return by\n")
+    told = (
+        f"roles.reward={{function: '{tmp_path}/mine.py:fn'}}",
+        "warm_start=null",
+        "export=false",
+    )
+    teams, begin = [], Team.__init__
+
+    def remember(self, *args):
+        begin(self, *args)
+        teams.append(self)
+
+    monkeypatch.setattr(Team, "__init__", remember)
+    run(make_recipe(*told, "evaluation=null", "steps=2"), Reloads(teams))
+    folder = run(make_recipe(*told, "evaluation=null", "steps=3"), resume=True)
+    assert [row["metrics"]["reward/mean"] for row in read_metrics(folder)] == [1.0, 3.0, 3.0]
+    events = [event["text"] for event in read_events(folder) if event["kind"] == "reload"]
+    assert events == ["a reload: done", """'reward' goes on with {"reward": {"by": 3.0}}"""]
 
 
 def test_several_functions_of_which_one_crashes_do_not_stop_a_run(make_recipe, tmp_path):
@@ -79,12 +117,20 @@ def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
 
         settings = reward_settings(plan.recipe, "reward")
         team.groups = {"reward": session.group("reward", RewardWorker, 2, None, settings)}
+        team.reward_parameters, team.kinds = {}, {"reward": "reward"}
         team.reload_reward("reward", {"strip": False})
         team.reload_reward("reward")
+        assert team.reward_parameters == {"reward": {"reward": {"strip": False}}}
+        with pytest.raises(ValueError, match="the parameters are no JSON"):
+            team.reload_reward("reward", {"strip": object()})
         with pytest.raises(ValueError, match="'reward' is unchanged: .*did you mean 'strip'"):
             team.reload_reward("reward", {"strp": False})
         with pytest.raises(ValueError, match="no reward role 'rewards' .*did you mean 'reward'"):
             team.reload_reward("rewards")
+        with pytest.raises(ValueError, match="'reward' is unchanged: .*must be bool"):
+            team.restore_rewards({"reward": {"reward": {"strip": "no"}}})
+        with pytest.raises(ValueError, match="no reward role 'cost' is in service"):
+            team.restore_rewards({"cost": {}})
 
 
 @pytest.mark.slow

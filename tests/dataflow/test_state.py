@@ -230,6 +230,29 @@ def test_a_run_reads_them_between_steps_and_keeps_them(make_recipe, tmp_path, mo
     assert third["update/lr"] == 5e-4 and third["length/max"] <= 2
 
 
+def test_a_change_that_cannot_be_recorded_is_not_accepted() -> None:
+    def full(change: Change) -> None:
+        raise OSError("no space left on device")
+
+    state = SharedState([LiveValue("lr", 0.1, 0.0, 1.0)], full)
+    with pytest.raises(OSError, match="no space"):
+        state.change({"lr": 0.5}, by="a test")
+    state.apply()
+    assert (state["lr"], state.version) == (0.1, 0)
+
+
+def test_the_begin_of_a_stage_undoes_a_change_openly() -> None:
+    seen: list[Change] = []
+    values = [LiveValue("lr", 0.1, 0.0, 1.0), LiveValue("other", 1.0, 0.0, 9.0)]
+    state = SharedState(values, seen.append)
+    state.begin({"lr": 0.2, "other": 2.0}, "stage a")
+    assert not seen and state["lr"] == 0.2, "nobody had changed it"
+    state.change({"lr": 0.5}, by="a test")
+    state.begin({"lr": 0.3, "other": 3.0}, "stage b")
+    assert state.version == 2 and seen[-1].values == {"lr": (0.5, 0.3)}
+    assert (state["lr"], state["other"]) == (0.3, 3.0)
+
+
 def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
     values = {value.name: value for value in live_values(compile_recipe(make_recipe()))}
     assert "algorithm.kl.coef is 0" in values["kl_coef"].fixed

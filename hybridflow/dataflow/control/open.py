@@ -69,10 +69,15 @@ def _token(control: ControlSection) -> str | None:
         if control.is_loopback:
             return None
         raise ValueError("control.host: other machines need a token; set control.token_env")
-    token = os.environ.get(control.token_env, "")
-    if not token.strip():
+    token = os.environ.get(control.token_env, "").strip()
+    if not token:
         raise ValueError(
             f"control.token_env: the environment has no {control.token_env}; set it to a secret of "
             "your choice before the run"
+        )
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            f"control.token_env: {control.token_env} holds characters that no HTTP header carries "
+            "whole; use ASCII letters, digits and signs"
         )
     return token

@@ -16,6 +16,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "reward/max": ("ppo_reward_max", "largest reward of the step"),
     "eval/reward": ("eval_reward_mean", "mean reward on the held-out rows"),
     "update/kl": ("ppo_kl_divergence", "KL to the reference, nats a token"),
+    "reward/kl": ("ppo_kl_divergence", "KL to the reference that the reward pays, nats a token"),
     "update/loss": ("ppo_policy_loss", "loss of the actor"),
     "update/entropy_estimate": ("ppo_entropy", "entropy of the policy, nats a token, estimated"),
     "update/clip_fraction": ("ppo_clip_fraction", "share of tokens whose ratio was clipped"),
@@ -34,10 +35,40 @@ NAMES: dict[str, tuple[str, str]] = {
 """Metrics that have a name of their own; all are in ``hybridflow_metric`` too."""
 
 
-def exposition(run: str, record: StepRecord, age: float, state: Mapping[str, float]) -> str:
+TOTALS = {
+    "hybridflow_steps_total": "steps that this process has ended",
+    "hybridflow_response_tokens_total": "tokens that the actor was updated on",
+    "hybridflow_reward_errors_total": "samples without a score: their call failed",
+    "hybridflow_reward_timeouts_total": "samples without a score: they were late",
+}
+"""Counters since the process started."""
+
+
+def totals_of(record: StepRecord) -> dict[str, float]:
+    """What a step adds to each counter."""
+    metrics = record.metrics
+
+    def failed(kind: str) -> float:
+        names = [n for n in metrics if n.startswith("reward/") and n.endswith(f"/{kind}")]
+        return sum(metrics[name] for name in names)
+
+    added = (1.0, metrics.get("update/tokens", 0.0), failed("errors"), failed("timeouts"))
+    return dict(zip(TOTALS, added, strict=True))
+
+
+def exposition(
+    run: str,
+    record: StepRecord,
+    age: float,
+    state: Mapping[str, float],
+    latest: Mapping[str, float],
+    totals: Mapping[str, float],
+) -> str:
     """Every number of the latest step.
 
     Args:
+        latest: the last value of each metric, also of those that not every step has.
+        totals: the counters ``TOTALS``.
         age: seconds since it ended.
         state: live values in force.
     """
@@ -51,9 +82,14 @@ def exposition(run: str, record: StepRecord, age: float, state: Mapping[str, flo
     family("hybridflow_step_age_seconds", "time since the last step ended", {"": age})
     if record.step:
         family("hybridflow_step_seconds", "wall time of the step", {"": record.seconds})
+    known = {**latest, **record.metrics}
+    told: set[str] = set()
     for metric, (name, text) in NAMES.items():
-        if metric in record.metrics:
-            family(name, text, {"": record.metrics[metric]})
+        if metric in known and name not in told:
+            told.add(name)
+            family(name, text, {"": known[metric]})
+    for name, value in totals.items():
+        lines.extend(_family(name, TOTALS[name], {"": value}, "", labels, "counter"))
     family("hybridflow_node_seconds", "time of a node", record.node_seconds, "node")
     family("hybridflow_state", "live value in force", state, "name")
     family("hybridflow_metric", "a metric of the step by its name", record.metrics, "name")
@@ -61,12 +97,17 @@ def exposition(run: str, record: StepRecord, age: float, state: Mapping[str, flo
 
 
 def _family(
-    name: str, text: str, samples: Mapping[str, float], label: str, labels: Mapping[str, str]
+    name: str,
+    text: str,
+    samples: Mapping[str, float],
+    label: str,
+    labels: Mapping[str, str],
+    kind: str = "gauge",
 ) -> Iterator[str]:
     if not samples:
         return
     yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} gauge"
+    yield f"# TYPE {name} {kind}"
     for key, value in samples.items():
         told = {**labels, label: key} if label else labels
         pairs = ",".join(f'{k}="{_escaped(v)}"' for k, v in told.items())

@@ -32,11 +32,21 @@ class Pulse:
         self._lock = threading.Lock()
         self._last = StepRecord()
         self._at = time.monotonic()
+        self._latest: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
-    def beat(self, record: StepRecord) -> None:
-        """A step has ended."""
+    def beat(self, record: StepRecord, added: Mapping[str, float]) -> None:
+        """A step has ended, which adds to counters."""
         with self._lock:
             self._last, self._at = record, time.monotonic()
+            self._latest = {**self._latest, **record.metrics}
+            sums = {name: self._totals.get(name, 0.0) + value for name, value in added.items()}
+            self._totals = {**self._totals, **sums}
+
+    def since_the_start(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The last value of each metric, and the counters."""
+        with self._lock:
+            return self._latest, self._totals
 
     def last(self) -> tuple[StepRecord, float]:
         """The latest step and its age in seconds; before the first, that of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -63,7 +64,8 @@ class Routes:
         """The latest step for Prometheus."""
         last, age = self._pulse.last()
         state = {**self._state.in_force(), "version": self._state.version_in_force}
-        text = prometheus.exposition(self._plan.recipe.name, last, age, state)
+        seen = self._pulse.since_the_start()
+        text = prometheus.exposition(self._plan.recipe.name, last, age, state, *seen)
         return Reply(200, text, prometheus.CONTENT_TYPE)
 
     def state(self, request: Request) -> Reply:
@@ -108,7 +110,8 @@ class Routes:
         parameters = body.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise Refused(422, "'parameters' is a mapping")
-        text = f"reload of '{role}' by {_asker(request)}"
+        change = f" with {json.dumps(parameters)}" if parameters is not None else ""
+        text = f"reload of '{role}'{change} by {_asker(request)}"
         work = partial(self._team.reload_reward, role, parameters)
         with _refusals():
             self._team.between.ask(role, Errand(text, work))
@@ -121,9 +124,16 @@ class Routes:
             "values": self._state.snapshot(),
         }
 
-    def _reloads(self, role: str) -> dict[str, str]:
+    def _reloads(self, role: str) -> dict[str, Any]:
+        """The parameters in force of a reward role, and how its last reload ended."""
         status = self._team.between.status(role)
-        return {"reload": status} if status else {}
+        rewards = self._plan.recipe.roles.rewards()
+        if role not in rewards:
+            return {}
+        told = self._team.reward_parameters.get(role, {})
+        parts = {name: part for name, (_, part) in rewards[role].parts(role).items()}
+        parameters = {name: told.get(name, part.parameters) for name, part in parts.items()}
+        return {"parameters": parameters, **({"reload": status} if status else {})}
 
     def _version(self, role: str, kind: str) -> dict[str, Any]:
         publisher = self._team.publisher

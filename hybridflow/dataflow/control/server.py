@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
 import socket
@@ -164,12 +165,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _authorise(self) -> None:
         if self.server.token is not None:
-            given = self.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+            same = hmac.compare_digest(
+                given.strip().encode("utf-8", "surrogateescape"), self.server.token.encode()
+            )
+            if not (same and scheme.lower() == "bearer"):
                 raise Refused(401, "a bearer token is needed", **{"WWW-Authenticate": "Bearer"})
             return
-        host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
-        if "Origin" in self.headers or host not in ("localhost", "127.0.0.1", "::1"):
+        if "Origin" in self.headers or not _is_loopback(self.headers.get("Host", "localhost")):
             raise Refused(403, "only programs of this machine may ask, by its loopback address")
 
     def _route(self, path: str) -> tuple[Route, str]:
@@ -214,6 +217,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+
+def _is_loopback(told: str) -> bool:
+    """Whether a Host header names this machine to itself."""
+    try:
+        host = urlsplit(f"//{told}").hostname or ""
+    except ValueError as error:
+        raise Refused(400, f"the header Host is no address: {error}") from error
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.removesuffix(".") == "localhost"
 
 
 def _parsed(raw: bytes) -> Any:
