@@ -92,7 +92,7 @@ def _warm_start(assets: Path, start: Path, steps: int) -> None:
         told = [
             *("dataflow=sft", f"steps={steps}", "warm_start=null", "evaluation=null"),
             *("algorithm={}", "roles.actor.optimizer={lr: 2e-3}", "checkpoint.every=null"),
-            *("data.prompts_per_step=128", "data.samples_per_prompt=1"),
+            *("data.prompts_per_step=128", "data.samples_per_prompt=1", "roles.reward=null"),
         ]
         _train("quickstart", assets, assets, start, told)
 

@@ -30,6 +30,7 @@ _FUNCTIONS: dict[str, Signature] = {
         {"rewards": takes(REWARD_VALUES)},
         {"advantages": ADVANTAGES},
         compares_samples=True,
+        settings=("normalize_by_std",),
     ),
     "rloo": Signature(
         "RLOO's advantage: reward minus the mean of the prompt's other samples.",
@@ -116,6 +117,7 @@ _FUNCTIONS: dict[str, Signature] = {
                 "float", 1.0, description="times algorithm.kl.coef; negative for a cost"
             )
         },
+        settings=("gae.whiten_rewards",),
     ),
     "gae": Signature(
         "Generalised advantage estimation over a critic's values; settings from algorithm.gae.",
@@ -126,6 +128,7 @@ _FUNCTIONS: dict[str, Signature] = {
                 "bool", description="overrides algorithm.gae.whiten_advantages for this node"
             )
         },
+        settings=("gae.gamma", "gae.lam", "gae.whiten_advantages"),
     ),
     "prime": Signature(
         "PRIME's advantage: the return of implicit process rewards, algorithm.preference.beta * "
@@ -139,6 +142,7 @@ _FUNCTIONS: dict[str, Signature] = {
         {"advantages": TOKEN_ADVANTAGES},
         {"gamma": Option("float", 1.0, description="discount per token")},
         compares_samples=True,
+        settings=("preference.beta",),
     ),
     "outcome_labels": Signature(
         "Which responses are good: those whose reward is above a bound.",
@@ -155,6 +159,7 @@ _FUNCTIONS: dict[str, Signature] = {
             "costs": takes(REWARD_VALUES, description="cost of each response"),
         },
         {"combined": TOKEN_ADVANTAGES},
+        settings=("lagrangian", "gae.whiten_advantages"),
     ),
     "shuffle": Signature(
         "Permute the values over all samples of the step: a control that must not learn.",

@@ -44,6 +44,7 @@ class Stage:
         data: file of the stage's rows.
         prompts_per_step, samples_per_prompt: P and G.
         trained: the roles that the stage's updates train.
+        named: every role that a node names, of nodes that are off too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Stage:
     prompts_per_step: int
     samples_per_prompt: int
     trained: Mapping[str, Training]
+    named: frozenset[str] = frozenset()
 
     @property
     def samples(self) -> int:
@@ -320,7 +322,9 @@ def _stage(
     faults += activation_faults(graph, off, kinds)
     updated = {node.role for node in active.nodes if node.call == "update"}
     training = {role: one for role, one in training.items() if role in updated}
-    return Stage(key=key, graph=active, off=off, trained=training, **settings), faults
+    named = frozenset(role for node in graph.nodes for role in node.roles)
+    stage = Stage(key=key, graph=active, off=off, trained=training, named=named, **settings)
+    return stage, faults
 
 
 def _conditions(recipe: Recipe, actor: Training | None) -> dict[str, bool]:

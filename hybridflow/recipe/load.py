@@ -143,7 +143,9 @@ def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> N
         return
     for name in [*roles]:
         known = further_role_section(roles[name]) is not None
-        if name not in RolesSection.model_fields and not known:
+        if name not in RolesSection.model_fields and roles[name] is None:
+            del roles[name]  # null takes a role away, as it does one that the schema names
+        elif name not in RolesSection.model_fields and not known:
             fix = (
                 f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`, "
                 "a further model the key `head`"

@@ -77,6 +77,7 @@ class Signature:
         trainable: only a role that is trained (has an optimizer) offers the call.
         fresh_batch: the outputs form a batch of their own (rows were chosen anew).
         compares_samples: needs two samples of a prompt or more.
+        settings: keys of the recipe's ``algorithm`` that a function reads.
     """
 
     description: str
@@ -86,3 +87,4 @@ class Signature:
     trainable: bool = False
     fresh_batch: bool = False
     compares_samples: bool = False
+    settings: tuple[str, ...] = ()

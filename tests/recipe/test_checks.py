@@ -27,6 +27,10 @@ def faults_of(*overrides: str) -> list[str]:
     return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
 
 
+SUPERVISED = ("roles.reference=null", "roles.reward=null", "algorithm.kl={}")
+"""What steps on answers have no use for."""
+
+
 def test_a_sound_recipe_has_no_fault(workspace: Path):
     assert faults_of() == []
     assert check(load_recipe("recipe.yaml")) == []
@@ -112,7 +116,8 @@ SETTINGS = [
     ("roles.reference=null", "'reference', which the recipe lacks", "under `roles`"),
     ("dataflow=grp", "no dataflow is named 'grp'", "did you mean 'grpo'?"),
     ("dataflow=absent.yaml", "no dataflow file absent.yaml", "mend the path"),
-    ("roles.actor.optimizer.min_lr=1", "is above lr", "lower"),
+    ("roles.actor.optimizer={lr: 0.1, schedule: linear, min_lr: 1}", "is above lr", "lower"),
+    ("roles.actor.optimizer.min_lr=1e-4", "the schedule is constant", "optimizer.schedule"),
     (
         "roles.actor.optimizer={lr: 1, schedule: cosine, warmup_steps: 5}",
         "leaves nothing of the stage's 5 optimizer steps",
@@ -454,7 +459,7 @@ def test_a_field_of_a_node_that_is_off(workspace: Path):
 def test_evaluation_needs_its_section_and_its_nodes(workspace: Path):
     sft = (ROOT / "recipes/dataflows/sft.yaml").read_text()
     Path("flow.yaml").write_text(sft[: sft.index("  held_out")])
-    (found,) = faults_of("dataflow=flow.yaml", "data.samples_per_prompt=1")
+    (found,) = faults_of("dataflow=flow.yaml", "data.samples_per_prompt=1", *SUPERVISED)
     assert "no node of the dataflow evaluates" in found
     grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     Path("flow.yaml").write_text(grpo.replace("every: evaluation", "every: 1"))
@@ -467,9 +472,10 @@ def test_evaluation_needs_its_section_and_its_nodes(workspace: Path):
 
 
 def test_supervised_steps_have_one_sample(workspace: Path):
-    found = faults_of("dataflow=sft", "evaluation=null")
+    told = ["dataflow=sft", "evaluation=null", *SUPERVISED]
+    found = faults_of(*told)
     assert len(found) == 1 and "set data.samples_per_prompt to 1" in found[0]
-    assert faults_of("dataflow=sft", "evaluation=null", "data.samples_per_prompt=1") == []
+    assert faults_of(*told, "data.samples_per_prompt=1") == []
 
 
 def test_quantised_weights_are_trained_where_nothing_is_sampled(workspace: Path):
@@ -477,7 +483,8 @@ def test_quantised_weights_are_trained_where_nothing_is_sampled(workspace: Path)
     sft = (ROOT / "recipes/dataflows/sft.yaml").read_text().splitlines(keepends=True)
     flow = "".join(line for line in sft if " publish: " not in line).replace("publish", "update")
     Path("flow.yaml").write_text(flow)
-    assert faults_of("dataflow=flow.yaml", "evaluation=null", "data.samples_per_prompt=1") == []
+    told = ["dataflow=flow.yaml", "evaluation=null", "data.samples_per_prompt=1", *SUPERVISED]
+    assert faults_of(*told, "roles.rollout=null") == []
 
 
 def test_every_fault_at_once(workspace: Path):

@@ -52,7 +52,6 @@ roles:
   actor:
     parallel: {dp: 2}
     optimizer: {lr: 1e-3}
-  rollout: {sampling: {max_tokens: 4}}
 dataflow:
   inputs: [prompts, targets]
   nodes:

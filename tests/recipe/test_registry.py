@@ -68,6 +68,7 @@ def test_a_recipe_may_use_aliases(workspace: Path) -> None:
     """The compiled graph has the entries' own names, so that nothing else needs to know."""
     told = [
         "roles.reward.function=exact",
+        "roles.reference=null",
         "algorithm.kl={}",
         "checkpoint={}",
         "evaluation=null",

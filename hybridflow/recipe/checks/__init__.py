@@ -11,6 +11,7 @@ from hybridflow.recipe.checks import (
     control,
     data,
     dataflow,
+    idle,
     model,
     models,
     output,
@@ -28,6 +29,7 @@ from hybridflow.recipe.source import KeyPath
 
 CHECKS: tuple[Check, ...] = (
     *dataflow.CHECKS,
+    *idle.CHECKS,
     *algorithm.CHECKS,
     *model.CHECKS,
     *models.CHECKS,

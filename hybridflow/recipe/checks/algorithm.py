@@ -3,48 +3,12 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import LOSSES, SCORE_LOSSES, VALUE_LOSSES, signature
+from hybridflow.recipe.catalogue import LOSSES, SCORE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
 from hybridflow.recipe.ranges import LARGEST
-from hybridflow.recipe.schema import AlgorithmSection
-
-
-def unused_faults(context: Context) -> Iterator[Fault]:
-    """Settings of losses or functions that no graph uses."""
-    if all(stage.name != "main" for stage in context.stages):
-        return  # its graph could not be read, which is a fault by itself
-    nodes = [node for stage in context.stages for node in stage.graph.nodes]
-    losses = {str(node.options.get("loss")) for node in nodes if node.call == "update"}
-    known = {**LOSSES, **VALUE_LOSSES}
-    read = {key for name in losses & known.keys() for key in known[name].settings}
-    section = context.recipe.algorithm
-    for key in ("clip", "dual_clip", "sapo", "value_clip"):
-        if _told(section, key) and key not in read:
-            users = ", ".join(name for name, loss in known.items() if key in loss.settings)
-            what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
-            fix = f"remove it, or use a loss that reads it: {users}"
-            yield context.fault(f"algorithm.{key}", what, fix)
-    yield from _preference_faults(context, read)
-    yield from _critic_faults(context, nodes)
-    compared = any(node.function == "group_relative" for node in nodes)
-    if _told(section, "normalize_by_std") and not compared:
-        what = "algorithm.normalize_by_std does nothing: the dataflow has no group_relative"
-        yield context.fault("algorithm.normalize_by_std", what, "remove it")
-
-
-def _preference_faults(context: Context, read: set[str]) -> Iterator[Fault]:
-    section = context.recipe.algorithm.preference
-    for name, info in type(section).model_fields.items():
-        key = f"preference.{name}"
-        if getattr(section, name) != info.default and key not in read:
-            users = ", ".join(name for name, loss in LOSSES.items() if key in loss.settings)
-            what = f"algorithm.{key} does nothing: no update of the dataflow has a loss of it"
-            yield context.fault(
-                f"algorithm.{key}", what, f"remove it, or use a loss that reads it: {users}"
-            )
 
 
 def response_faults(context: Context) -> Iterator[Fault]:
@@ -60,41 +24,15 @@ def response_faults(context: Context) -> Iterator[Fault]:
                 what = f"the loss '{name}' of node '{node.name}' takes two responses to a prompt"
                 fix = "take `{responses: pairs}` from the inputs"
                 yield Fault(node.origin, what, fix)
-            if node.call == "update" and stage.name == "main" and not _trains_tokens(stage):
-                yield from _token_settings(context, name)
 
 
-def _trains_tokens(stage: Stage) -> bool:
-    """Whether some update of the stage has a loss of tokens."""
-    losses = (LOSSES.get(str(n.options.get("loss"))) for n in stage.graph.nodes)
-    return any(loss is not None and loss.samples is None for loss in losses)
-
-
-def _token_settings(context: Context, loss: str) -> Iterator[Fault]:
+def critic_faults(context: Context) -> Iterator[Fault]:
+    """A multiplier without its settings, and a KL in the reward that no node takes out of it."""
+    nodes = [node for stage in context.stages for node in stage.graph.nodes]
     algorithm = context.recipe.algorithm
-    told = [key for key in ("aggregation", "kl", "entropy") if _told_at(algorithm, key)]
-    for key in told:
-        what = f"algorithm.{key} does nothing: the loss '{loss}' is of whole responses"
-        yield context.fault(f"algorithm.{key}", what, "remove it")
-
-
-def _told_at(section: AlgorithmSection, key: str) -> bool:
-    return key in type(section).model_fields and _told(section, key)
-
-
-def _critic_faults(context: Context, nodes: list[Node]) -> Iterator[Fault]:
-    """Settings of advantages from a critic, and a KL in the reward, that no node reads."""
-    functions = {node.function for node in nodes}
-    algorithm = context.recipe.algorithm
-    if algorithm.gae is not None and "gae" not in functions:
-        what = "algorithm.gae does nothing: the dataflow has no node of the function gae"
-        yield context.fault("algorithm.gae", what, "remove it, or use a dataflow with a critic")
-    if algorithm.lagrangian is None and "lagrangian" in functions:
+    if algorithm.lagrangian is None and any(node.function == "lagrangian" for node in nodes):
         what = "the function lagrangian needs algorithm.lagrangian, the limit of cost"
         yield context.fault("algorithm", what, "add `lagrangian: {limit: NUMBER}`")
-    if algorithm.lagrangian is not None and "lagrangian" not in functions:
-        what = "algorithm.lagrangian does nothing: the dataflow has no node of that function"
-        yield context.fault("algorithm.lagrangian", what, "remove it, or use safe_rlhf")
     if algorithm.lagrangian and algorithm.lagrangian.start > algorithm.lagrangian.maximum:
         what = f"algorithm.lagrangian.start is above maximum={algorithm.lagrangian.maximum:g}"
         yield context.fault("algorithm.lagrangian.start", what, "lower it")
@@ -115,11 +53,6 @@ def _critic_faults(context: Context, nodes: list[Node]) -> Iterator[Fault]:
             what = f"node '{node.name}' lacks `{'` and `'.join(missing)}`, which the KL in the "
             fix = "add `{logprobs: old_logprobs}` and `ref_logprobs` to its inputs"
             yield Fault(node.origin, what + "reward needs", fix)
-
-
-def _told(section: AlgorithmSection, key: str) -> bool:
-    """Whether a key has another value than its default, which a run's folder writes out too."""
-    return getattr(section, key) != type(section).model_fields[key].default
 
 
 def aggregation_faults(context: Context) -> Iterator[Fault]:
@@ -281,10 +214,6 @@ def correction_faults(context: Context) -> Iterator[Fault]:
     """Corrections whose fields the graph does not give, or that would do nothing."""
     algorithm = context.recipe.algorithm
     told = algorithm.rollout_correction
-    if told is not None and told.method == "truncated" and told.low is not None:
-        what = "algorithm.rollout_correction.low does nothing: `truncated` has an upper bound only"
-        fix = "remove it, or use `masked` or `rejection`"
-        yield context.fault("algorithm.rollout_correction.low", what, fix)
     if told is not None and told.low is not None and told.low >= told.high:
         what = f"algorithm.rollout_correction has low {told.low:g} and high {told.high:g}"
         yield context.fault("algorithm.rollout_correction.low", what, "let low be below high")
@@ -323,7 +252,7 @@ def _correction_faults(node: Node, key: str, fields: tuple[str, ...]) -> Iterato
 GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm")
 
 CHECKS = (
-    Check(GRAPHS, unused_faults),
+    Check(GRAPHS, critic_faults),
     Check(("algorithm", "roles.rollout"), aggregation_faults),
     Check(GRAPHS, sequence_faults),
     Check((*GRAPHS, "data"), response_faults),

@@ -71,7 +71,7 @@ def schedule_faults(context: Context) -> Iterator[Fault]:
                 f"{taken} optimizer steps for the schedule"
             )
             yield context.fault(f"{prefix}.warmup_steps", what, "lower it")
-        if optimizer.min_lr > optimizer.lr:
+        if optimizer.min_lr > optimizer.lr and optimizer.schedule != "constant":
             what = f"{prefix}.min_lr={optimizer.min_lr} is above lr={optimizer.lr}"
             yield context.fault(f"{prefix}.min_lr", what, "lower it")
 
