@@ -113,7 +113,7 @@ class _Idle:
             key, pattern = f"roles.{role}", f"roles.{kind}"
             if fault := self._fault(key, pattern, role):
                 yield fault
-            elif role in self._use.plan.roles or kind == "actor":
+            elif role in self._use.plan.roles:
                 yield from self.of(section, key, pattern, role)
 
     def _fault(self, key: str, pattern: str, role: str) -> Fault | None:

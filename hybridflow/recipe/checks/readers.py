@@ -193,7 +193,7 @@ _ROLES = (
             "no node of the dataflow acts on the role",
             "remove it, or give it a node",
         )
-        for kind in ("reference", "rollout", "MODEL", "REWARD")
+        for kind in ("actor", "reference", "rollout", "MODEL", "REWARD")
     }
     | {
         f"roles.{kind}.{key}": Reader(lambda use, role: use.trains(role), _UNTRAINED)
