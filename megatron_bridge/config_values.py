@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_bridge.registry import (
-    CLASSIFICATION,
+    SCORING,
     Architecture,
     HfConfig,
     has_value_head,
@@ -215,5 +215,5 @@ def _layer_types(config: HfConfig, table: Architecture) -> Iterator[str]:
 
 def _ends(config: HfConfig) -> Iterator[str]:
     names = config.get("architectures") or []
-    if has_value_head(config) and not all(name.endswith(CLASSIFICATION) for name in names):
+    if has_value_head(config) and not all(name.endswith(SCORING) for name in names):
         yield f"architectures={names} asks for a vocabulary and for scores; keep one"

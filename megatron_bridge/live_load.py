@@ -7,6 +7,7 @@ import torch
 
 from megatron_bridge import regions, translation
 from megatron_bridge.agreement import check_tensors
+from megatron_bridge.huggingface import value_heads
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.huggingface.quantized import dequantized
 from megatron_bridge.live_model import Held, Model, origin, parameters
@@ -15,6 +16,8 @@ from megatron_bridge.reading import fill_megatron
 from megatron_bridge.registry import HfConfig, has_value_head
 from megatron_bridge.sharding import holdings
 from megatron_bridge.source import Source
+
+HEAD = ("score.weight", "score.bias")
 
 
 def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) -> None:
@@ -38,18 +41,21 @@ def load_weights(model: Model, folder: str | Path, *, fresh_head: bool = False) 
     if fresh_head and not has_value_head(config):
         raise ValueError("fresh_head needs a model with a value head; see live.with_value_head")
     opened = HuggingFaceFolder(folder)
-    _check_config(opened, config, fresh_head)
+    separate = value_heads.is_separate(opened)
+    _check_config(opened, config, fresh_head or separate)
     source = dequantized(opened, opened.config(), made.dtype)
+    source = value_heads.Named(source) if separate else source
     known = weights(config)
     expected = shapes_of(known)
     if fresh_head:
-        del expected["score.weight"]
+        expected = {name: shape for name, shape in expected.items() if name not in HEAD}
     elif has_value_head(config) and "score.weight" not in source.tensors():
         raise ValueError(
             f"{folder} is a base model: 'score.weight' is missing; load it with fresh_head=True to "
             "keep the model's own value head"
         )
-    check_tensors(source, config, expected, folder, passed={"lm_head.weight"} if fresh_head else ())
+    passed = {"lm_head.weight"} if fresh_head or separate else set()
+    check_tensors(source, config, expected, folder, passed=passed)
     with torch.no_grad():
         for held in parameters(model, known):
             if held.weight.name_of(held.weight.row.parts[0].name) in expected:
@@ -65,10 +71,11 @@ def _fill(source: Source, held: Held, expert_tp: int, tp: int) -> None:
         fill_megatron(source, held.weight, holding.box, target)
 
 
-def _check_config(folder: HuggingFaceFolder, config: HfConfig, fresh_head: bool) -> None:
-    """Refuse weights of a model that computes something else with the same shapes."""
+def _check_config(folder: HuggingFaceFolder, config: HfConfig, own_head: bool) -> None:
+    """Refuse weights of a model that computes something else with the same shapes; ``own_head``:
+    the folder's config need not tell of the head."""
     theirs = folder.config()
-    if fresh_head and not has_value_head(theirs):
+    if own_head and not has_value_head(theirs):
         theirs = translation.with_value_head(theirs)
     ours = _computation(config)
     other = {k: v for k, v in _computation(translation.resolve(theirs)).items() if ours.get(k) != v}

@@ -15,6 +15,7 @@ from megatron_bridge.mappings import Weight, weights
 from megatron_bridge.registry import (
     HfConfig,
     architecture,
+    has_score_bias,
     has_value_head,
     labels,
     tied,
@@ -125,7 +126,7 @@ def _chunk(
         **translation.gpt_arguments(config),
     )
     if last and has_value_head(config):
-        model.output_layer = ValueHead(transformer, labels(config), seed)
+        model.output_layer = ValueHead(transformer, labels(config), seed, has_score_bias(config))
     dense_variants.finish(model, transformer)
     model = model.to(device.device())
     if last and not has_value_head(config):

@@ -150,6 +150,11 @@ class Architecture:
         """Of such a model that ends in scores, as in config.json's ``architectures``."""
         return self.classifier or self.name.replace(_CAUSAL, CLASSIFICATION)
 
+    @property
+    def token_classifier_name(self) -> str:
+        """The same of one whose scores have a bias."""
+        return self.classifier_name.replace(CLASSIFICATION, TOKEN_CLASSIFICATION)
+
     def sizes(self, config: HfConfig) -> dict[str, int]:
         """The size of every axis that the rows name."""
         heads, groups = config["num_attention_heads"], kv_heads(config)
@@ -228,8 +233,16 @@ def untied(config: HfConfig) -> bool:
 
 
 def has_value_head(config: HfConfig) -> bool:
-    """True when the model ends in scores (``*ForSequenceClassification``), not in a vocabulary."""
-    return any(name.endswith(CLASSIFICATION) for name in config.get("architectures") or ())
+    """True when the model ends in scores, not in a vocabulary: ``*ForSequenceClassification`` or
+    ``*ForTokenClassification``."""
+    return any(name.endswith(SCORING) for name in config.get("architectures") or ())
+
+
+def has_score_bias(config: HfConfig) -> bool:
+    """True when the scores of such a model have a bias."""
+    names = config.get("architectures") or ()
+    token = any(name.endswith(TOKEN_CLASSIFICATION) for name in names)
+    return token and bool(config.get("token_classification_bias", True))
 
 
 def labels(config: HfConfig) -> int:
@@ -301,6 +314,8 @@ def cut_sizes(config: HfConfig) -> list[Cut]:
 
 
 CLASSIFICATION = "ForSequenceClassification"
+TOKEN_CLASSIFICATION = "ForTokenClassification"
+SCORING = (CLASSIFICATION, TOKEN_CLASSIFICATION)
 _CAUSAL = "ForCausalLM"
 
 
@@ -345,7 +360,8 @@ def architecture(config: HfConfig) -> Architecture:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json sets architectures={names!r}, which must be a list of texts")
     for name in names:
-        found = _by_name(name.replace(CLASSIFICATION, _CAUSAL))
+        base = name.replace(TOKEN_CLASSIFICATION, CLASSIFICATION).replace(CLASSIFICATION, _CAUSAL)
+        found = _by_name(base)
         if found is not None:
             return found
     model_type = config.get("model_type")
@@ -356,7 +372,7 @@ def architecture(config: HfConfig) -> Architecture:
     asked = ", ".join(names) or f"model_type={model_type}"
     raise ValueError(
         f"the bridge has no table for {asked}; it supports {', '.join(supported())} and their "
-        f"{CLASSIFICATION}. Register one: add megatron_bridge/models/<family>.py with its "
+        f"{' and '.join(SCORING)}. Register one: add megatron_bridge/models/<family>.py with its "
         "ARCHITECTURES (docs/add_a_model.md)"
     )
 

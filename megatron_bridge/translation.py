@@ -104,10 +104,12 @@ def features(config: HfConfig) -> dict[str, Any]:
     return architecture(config).features(config)
 
 
-def with_value_head(hf_config: HfConfig, scores: int = 1) -> HfConfig:
-    """The config of a reward model or critic on a base model: ``scores`` numbers per token."""
+def with_value_head(hf_config: HfConfig, scores: int = 1, bias: bool = False) -> HfConfig:
+    """The config of a reward model or critic on a base model: ``scores`` numbers per token, with
+    a bias where told."""
+    table = architecture(hf_config)
     fields = {
-        "architectures": [architecture(hf_config).classifier_name],
+        "architectures": [table.token_classifier_name if bias else table.classifier_name],
         "num_labels": scores,
         "tie_word_embeddings": False,
     }

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge import live
+from megatron_bridge.huggingface import value_heads
+from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.registry import has_value_head, labels
 
 VOCABULARY, VALUE = "vocabulary", "value"
@@ -13,8 +15,9 @@ def model_config(folder: str | Path, head: str) -> tuple[dict[str, Any], bool]:
     """The config to build a model from, and whether its head is new: not in the folder's weights.
 
     Args:
-        folder: in HuggingFace format; for a value head that of a base model or of a
-            ``*ForSequenceClassification`` with one label.
+        folder: in HuggingFace format; for a value head that of a base model, of a
+            ``*ForSequenceClassification`` or ``*ForTokenClassification`` with one label, or of a
+            causal model with a value head of TRL's beside it.
         head: ``vocabulary`` or ``value``.
 
     Raises:
@@ -23,7 +26,8 @@ def model_config(folder: str | Path, head: str) -> tuple[dict[str, Any], bool]:
     config = live.load_hf_config(folder)
     if head == VALUE:
         if not has_value_head(config):
-            return dict(live.with_value_head(config)), True
+            separate = value_heads.is_separate(HuggingFaceFolder(folder))
+            return dict(live.with_value_head(config, bias=separate)), not separate
         if labels(config) != 1:
             raise ValueError(
                 f"{folder} ends in {labels(config)} scores and a value head has one; give a "

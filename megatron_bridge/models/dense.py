@@ -8,6 +8,7 @@ from megatron_bridge.registry import (
     HfConfig,
     Part,
     Row,
+    has_score_bias,
     has_value_head,
     head_dim,
     kv_heads,
@@ -122,7 +123,10 @@ VALUE_HEAD = Row(
     (Part("score.weight", "labels, hidden"),),
     when=has_value_head,
 )
-OUTPUT = (FINAL_NORM, LM_HEAD, VALUE_HEAD)
+VALUE_BIAS = Row(
+    "output_layer.bias", "labels", (Part("score.bias", "labels"),), when=has_score_bias
+)
+OUTPUT = (FINAL_NORM, LM_HEAD, VALUE_HEAD, VALUE_BIAS)
 LLAMA = (EMBEDDING, INPUT_NORM, QKV, ATTENTION_OUTPUT, *GATED_MLP, *OUTPUT)
 IGNORED = (f"{_LAYER}self_attn.rotary_emb.inv_freq",)
 
@@ -160,6 +164,7 @@ HARMLESS = frozenset(
         "num_labels",
         "problem_type",
         "classifier_dropout",
+        "token_classification_bias",
         "is_llama_config",
         # Which file of Python code has the model's class: transformers has its own.
         "auto_map",

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.auto import modeling_auto
 
 from megatron_bridge import live, registry
+from megatron_bridge.huggingface import value_heads
+from megatron_bridge.huggingface.folder import HuggingFaceFolder
 from megatron_bridge.layout import ParallelLayout
 from megatron_bridge.runtime import parallel
 from tests.bridge import families_dense, families_moe, parity, tiny
@@ -19,9 +22,15 @@ LAYOUTS = {"tp1": ParallelLayout(), "tp2pp2": ParallelLayout(tp=2, pp=2)}
 
 
 def _classifier(kind: str) -> Any:
-    config = tiny.config(kind, num_labels=LABELS)
+    """``kind`` may end in " token": then the scores have a bias."""
+    name, _, token = kind.partition(" ")
+    config = tiny.config(name, num_labels=LABELS, classifier_dropout=0.0)
     torch.manual_seed(11)
-    return transformers.AutoModelForSequenceClassification.from_config(config)
+    if not token:
+        return transformers.AutoModelForSequenceClassification.from_config(config)
+    made = transformers.AutoModelForTokenClassification.from_config(config)
+    torch.nn.init.normal_(made.score.bias)
+    return made
 
 
 def _scores(model: Any, pack: list[torch.Tensor]) -> torch.Tensor:
@@ -74,8 +83,10 @@ def _train(folder: Path, layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("llama", "tp1"), ("qwen3", "tp2pp2"), ("qwen3 token", "tp1"), ("llama token", "tp2pp2")],
+)
 def test_scores_and_gradients_equal_huggingface(kind, layout, tmp_path):
     model = _classifier(kind)
     folder = tiny.save(model, tmp_path)
@@ -116,6 +127,39 @@ def test_a_base_model_with_a_fresh_head(tied, tmp_path):
     assert torch.equal(exported["score.weight"], head) and head.std() > 0
     for name in source.keys() - {"lm_head.weight"}:
         assert torch.equal(exported[name], source[name])
+
+
+def _separate(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    parallel.initialize(ParallelLayout())
+    config = live.with_value_head(live.load_hf_config(folder), bias=True)
+    model = live.build_model(config, ParallelLayout(), dtype=torch.float32)
+    live.load_weights(model, folder)
+    scores = parity.run([model], parity.packs(tiny.VOCABULARY)[:1], train=False)[0][0]
+    return scores, dict(live.export_weights(model, config))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_beside_a_causal_model_as_trl_saves_it(tied, tmp_path):
+    model = tiny.model("qwen3", tied=tied)
+    folder = tiny.save(model, tmp_path)
+    head = torch.nn.Linear(model.config.hidden_size, 1)
+    names = {f"v_head.summary.{name}": p.detach() for name, p in head.named_parameters()}
+    save_file(parity.read_all(folder) | names, folder / "model.safetensors", {"format": "pt"})
+    ((scores, exported),) = run_ranks(_separate, 1, folder)
+    (ids, *_) = parity.packs(tiny.VOCABULARY)[0]
+    with torch.no_grad():
+        wanted = head(model.model(ids[None, :-1]).last_hidden_state)[0]
+    torch.testing.assert_close(scores[: len(wanted)], wanted, rtol=0, atol=1e-5)
+    assert torch.equal(exported["score.bias"], names["v_head.summary.bias"])
+    assert "lm_head.weight" not in exported
+
+
+def test_a_head_of_another_form_is_an_error(tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    tensors = parity.read_all(folder) | {"v_head.dense.weight": torch.ones(2, 2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"made of v_head.dense.weight; it is read where"):
+        value_heads.is_separate(HuggingFaceFolder(folder))
 
 
 def _without_saying_so(folder: Path) -> None:

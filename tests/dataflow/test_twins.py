@@ -1,6 +1,7 @@
 """Every shipped tiny recipe runs end to end, a few steps: its own graph, roles and settings."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,23 +37,32 @@ def small(path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def kept(quickstart: Path) -> Iterator[KeptServer]:
-    server = KeptServer(quickstart)
+def home(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory: the quickstart with few rows, and a teacher where one is expected."""
+    home = tmp_path_factory.mktemp("home")
+    assets = home / "assets/quickstart"
+    shutil.copytree(quickstart, assets)
+    for path in assets.glob("*.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:128]))
+    (home / "runs/quickstart_sft").mkdir(parents=True)
+    (home / "runs/quickstart_sft/export").symlink_to(quickstart)
+    return home
+
+
+@pytest.fixture(scope="module")
+def kept(home: Path) -> Iterator[KeptServer]:
+    server = KeptServer(home / "assets/quickstart")
     yield server
     server.close()
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_runs(
-    kept: KeptServer, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    kept: KeptServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    (tmp_path / "assets").symlink_to(quickstart.parent)
-    teacher = tmp_path / "runs/quickstart_sft/export"
-    teacher.parent.mkdir(parents=True)
-    teacher.symlink_to(quickstart)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(home)
     path = RECIPES / f"{name}.yaml"
-    recipe = load_recipe(path, [*small(path), "output=run"])
+    recipe = load_recipe(path, [*small(path), f"output={tmp_path}/run"])
     assert check(recipe) == []
     folder = train(compile_recipe(recipe), lambda logs: kept.session(), LaunchOptions(live=False))
     steps = [row["metrics"] for row in read_metrics(folder) if row["stage"] == "main"]

@@ -182,3 +182,39 @@ def test_a_reward_model_scores_what_huggingface_reads_at_the_last_token(
     results = run_ranks(reward_of, layout.world, critic, layout, batch, micro_batch_tokens=48)
     found = [results[rank]["rewards"] for rank in DATA_PARALLEL.sources(layout)]
     torch.testing.assert_close(torch.cat(found), torch.stack(wanted), rtol=0, atol=1e-5)
+
+
+def two_critic_steps(path: str, layout: ParallelLayout, batch: Batch) -> dict[str, Any]:
+    engine = make_engine(
+        path, layout, optimizer=OptimizerSettings(lr=1e-2), head="value", micro_batch_tokens=20
+    )
+    part, loss = my_part(batch, layout), ValueLossSettings("value_mse")
+    before = engine.values(part)
+    metrics = [engine.update_values(part, loss) for _ in range(2)]
+    return {"before": before, "metrics": metrics, "after": engine.values(part)}
+
+
+EXPERTS = {
+    "tp2ep2": ParallelLayout(tp=2, dp=2, ep=2),
+    "ep2-in-tp2": ParallelLayout(tp=2, ep=2, etp=1),
+    "pp2ep2": ParallelLayout(pp=2, dp=2, ep=2, first_stage_layers=1),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank_with_experts(tiny_qwen3_moe: str) -> dict[str, Any]:
+    return run_ranks(two_critic_steps, 1, tiny_qwen3_moe, ONE, value_batch())[0]
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_critic_with_experts_trains_as_on_one_rank(
+    tiny_qwen3_moe: str, one_rank_with_experts: dict[str, Any], layout: str
+):
+    spread, one = EXPERTS[layout], one_rank_with_experts
+    results = run_ranks(two_critic_steps, spread.world, tiny_qwen3_moe, spread, value_batch())
+    for given, wanted in zip(results[0]["metrics"], one["metrics"], strict=True):
+        assert given == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for name in ("before", "after"):
+        values = merged(results, name).values
+        torch.testing.assert_close(values, one[name].values, rtol=1e-3, atol=1e-4)
+    assert (one["before"].values - one["after"].values).abs().max() > 1e-3

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -221,6 +222,12 @@ def test_token_rewards_come_from_a_role_that_scores_tokens(workspace: Path):
     assert faults_of("dataflow=tokens.yaml", own) == []
 
 
+def safetensors_of(header: dict) -> bytes:
+    text = json.dumps(header).encode()
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
 def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Path):
     grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
     judged = grpo.replace(
@@ -239,6 +246,14 @@ def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Pa
     assert found(config) == []
     (fault,) = found(CONFIG)
     assert "judge has no trained head, so its scores would be random" in fault
+    for name in ("Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"):
+        (fault,) = found(config | {"architectures": [name], "num_labels": 2})
+        assert "judge ends in 2 scores, and a value head in one" in fault
+    assert found(config | {"architectures": ["Qwen3ForTokenClassification"]}) == []
+    head = {"v_head.summary.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}
+    (workspace / "judge/model.safetensors").write_bytes(safetensors_of(head))
+    assert found(CONFIG) == [], "a head of TRL's, beside the vocabulary"
+    (workspace / "judge/model.safetensors").unlink()
     (fault,) = found(config | {"vocab_size": 41})
     assert "judge has 41 token ids, model.path 40" in fault
     (fault,) = found(config, "{head: value, colocate: actor}")

@@ -152,6 +152,12 @@ def _tensor_faults(
         yield context.fault("model.path", what, "use the config.json of these weights")
 
 
+def has_separate_head(folder: Path) -> bool:
+    """Whether the files hold a value head beside a causal model, as TRL saves it."""
+    files = [path for path in _weight_files(folder) if path.is_file() and _inside(path, folder)]
+    return any("v_head.summary.weight" in read_header(path)[0] for path in files)
+
+
 def quantized_faults(context: Context) -> Iterator[Fault]:
     """FP8 and MXFP4 weights: the trainer reads them as what they stand for, rollouts do not."""
     folder, config = context.model_folder, context.hf_config

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hybridflow.recipe.checks.context import Check, Context, missing_sizes
 from hybridflow.recipe.checks.model import is_known
@@ -51,9 +52,19 @@ def own_model_faults(context: Context) -> Iterator[Fault]:
         if main is not None and config["vocab_size"] != main["vocab_size"]:
             what = f"{path} has {config['vocab_size']} token ids, model.path {main['vocab_size']}"
             yield context.fault(key, what, "choose a model with the actor's tokenizer")
+        if context.recipe.roles.kinds()[role] == "value" and _scores(config) > 1:
+            what = f"{path} ends in {_scores(config)} scores, and a value head in one"
+            yield context.fault(key, what, "choose one with num_labels 1, or a base model")
         for problem in context.plan.layouts[role].problems(config):
             what, _, fix = problem.partition("; ")
             yield context.fault(f"roles.{role}.parallel", f"roles.{role}: {what}", fix)
+
+
+def _scores(config: dict[str, Any]) -> int:
+    """Scores per token of a model that ends in them, 0 of one that ends in a vocabulary."""
+    from megatron_bridge.registry import has_value_head, labels
+
+    return labels(config) if has_value_head(config) else 0
 
 
 CHECKS = (

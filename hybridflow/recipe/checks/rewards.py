@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.checks.model import has_separate_head
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema_rewards import FunctionSection, RewardSection
@@ -235,7 +236,7 @@ def _head_faults(context: Context, role: str) -> Iterator[Fault]:
     except (OSError, ValueError):
         config = None
     key, fix = f"roles.{role}.model", "give the folder of a *ForSequenceClassification"
-    if isinstance(config, dict) and not has_value_head(config):
+    if isinstance(config, dict) and not has_value_head(config) and not has_separate_head(path):
         what = f"{path} has no trained head, so its scores would be random"
         yield context.fault(key, what, fix)
 
