@@ -218,6 +218,13 @@ def _words() -> Iterator[str]:
     for name, loss in {**catalogue.LOSSES, **catalogue.VALUE_LOSSES}.items():
         needs = ", ".join(f"`{parameter}`" for parameter in loss.needs) or "nothing more"
         yield f"| `{name}` | {loss.description}{_aliases(catalogue.LOSSES, name)} | {needs} |"
+    for title, registry in (
+        ("Values of `algorithm.aggregation`", catalogue.AGGREGATIONS),
+        ("Values of `algorithm.kl.estimator`", catalogue.KL_ESTIMATORS),
+    ):
+        yield from ("", f"## {title}", "", "| Name | Meaning |", "|---|---|")
+        for name, text in registry.items():
+            yield f"| `{name}` | {text}{_aliases(registry, name)} |"
     yield from ("", "## Conditions of `when`", "", "| Word | True where |", "|---|---|")
     for name, text in catalogue.CONDITIONS.items():
         yield f"| `{name}` | {text} |"

@@ -5,13 +5,75 @@ normaliser run over every token of the global mini-batch. Both are sums, so any 
 over data-parallel ranks, micro-batches or packs gives the same gradient.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hybridflow.ragged import spread_over
-from hybridflow.recipe.names import hint
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.registry import Registry
 
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+
+@dataclass(frozen=True)
+class Counted:
+    """The tokens of S responses, end to end, of which some take part.
+
+    Attributes:
+        ones_T: ``[T]`` float32, 1 where a token takes part, else 0.
+        lengths_S: ``[S]`` tokens of each response.
+        counts_S: ``[S]`` float32, of these those that take part.
+        divisor: of the aggregation ``constant``.
+    """
+
+    ones_T: Tensor
+    lengths_S: Tensor
+    counts_S: Tensor
+    divisor: float
+
+    @property
+    def responses(self) -> float:
+        """How many responses count: all but those that have lost every token."""
+        return float(((self.counts_S > 0) | (self.lengths_S == 0)).sum())
+
+
+Aggregation = Callable[[Counted], tuple[Tensor, float]]
+"""From tokens to their weights and these rows' share of the normaliser."""
+
+
+def token_mean(told: Counted) -> tuple[Tensor, float]:
+    """Every token of the batch counts the same (DAPO, arXiv:2503.14476, eq. 8)."""
+    return told.ones_T, float(told.counts_S.double().sum())
+
+
+def sequence_mean_token_mean(told: Counted) -> tuple[Tensor, float]:
+    """The mean over sequences of the mean over a sequence's tokens (GRPO, arXiv:2402.03300,
+    eq. 3)."""
+    shares_S = 1 / told.counts_S.clamp(min=1)
+    return spread_over(shares_S, told.lengths_S).mul_(told.ones_T), told.responses
+
+
+def sequence_mean_token_sum(told: Counted) -> tuple[Tensor, float]:
+    """The mean over sequences of the sum over a sequence's tokens (Dr. GRPO, arXiv:2503.20783,
+    without length bias)."""
+    return told.ones_T, told.responses
+
+
+def constant(told: Counted) -> tuple[Tensor, float]:
+    """``sequence_mean_token_sum`` divided by a constant, such as the longest possible response (Dr.
+    GRPO's own code): a step as large as a mean over tokens, whatever the lengths turn out to be."""
+    return told.ones_T / told.divisor, told.responses
+
+
+_AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "sequence_mean_token_mean": sequence_mean_token_mean,
+    "sequence_mean_token_sum": sequence_mean_token_sum,
+    "constant": constant,
+}
+
+AGGREGATIONS = Registry("aggregation", _AGGREGATIONS, aliases=catalogue.AGGREGATIONS.aliases)
 
 
 def token_weights(
@@ -22,15 +84,8 @@ def token_weights(
 ) -> tuple[Tensor, float]:
     """Weights of every response token, and these rows' share of the normaliser.
 
-    - ``token_mean``: every token of the batch counts the same (DAPO, arXiv:2503.14476, eq. 8).
-    - ``sequence_mean_token_mean``: the mean over sequences of the mean over a sequence's tokens
-      (GRPO, arXiv:2402.03300, eq. 3).
-    - ``sequence_mean_token_sum``: the mean over sequences of the sum over a sequence's tokens
-      (Dr. GRPO, arXiv:2503.20783, without length bias).
-    - ``constant``: that, divided by ``divisor``, such as the longest possible response (Dr. GRPO's
-      own code): a step as large as a mean over tokens, whatever the lengths turn out to be.
-
     Args:
+        aggregation: a name of ``AGGREGATIONS``.
         lengths_S: ``[S]`` response lengths in tokens.
         divisor: of ``constant``.
         kept_T: ``[sum(lengths)]`` bool, tokens that take part; None: all. The others weigh 0 and
@@ -39,18 +94,13 @@ def token_weights(
     Returns:
         ``[sum(lengths)]`` float32 weights, sequence after sequence; the normaliser of these rows,
         to be summed over all ranks that share the step.
+
+    Raises:
+        UnknownName: ``aggregation`` is not registered.
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation '{aggregation}' is unknown: {hint(aggregation, AGGREGATIONS)}"
-        )
+    average = AGGREGATIONS[aggregation]
     ones_T = torch.ones(int(lengths_S.sum())) if kept_T is None else kept_T.float()
     counts_S = lengths_S.float()
     if kept_T is not None and len(lengths_S):
         counts_S = torch.segment_reduce(ones_T, "sum", lengths=lengths_S)
-    if aggregation == "token_mean":
-        return ones_T, float(counts_S.double().sum())
-    responses = float(((counts_S > 0) | (lengths_S == 0)).sum())
-    if aggregation in ("sequence_mean_token_sum", "constant"):
-        return ones_T / (divisor if aggregation == "constant" else 1.0), responses
-    return spread_over(1 / counts_S.clamp(min=1), lengths_S).mul_(ones_T), responses
+    return average(Counted(ones_T, lengths_S, counts_S, divisor))

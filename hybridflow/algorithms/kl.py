@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.base import require_same_shape
-from hybridflow.recipe.names import hint
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.registry import Registry
 
 # Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
 # With d = log pi(x) - log ref(x) and x sampled from pi: k1 is unbiased with high variance, k2 is
 # biased with low variance, k3 is unbiased with low variance and never negative (GRPO's choice).
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference_T: difference_T,
     "k2": lambda difference_T: 0.5 * difference_T.square(),
     "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
     "abs": torch.abs,
 }
+
+ESTIMATORS = Registry("KL estimator", _ESTIMATORS, aliases=catalogue.KL_ESTIMATORS.aliases)
 
 
 def kl_divergence(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str = "k3") -> Tensor:
@@ -26,12 +29,12 @@ def kl_divergence(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str = "
     ``d = logprobs - ref_logprobs``. Differentiable in ``logprobs_T``.
 
     Raises:
+        UnknownName: ``estimator`` is not registered.
         ValueError: the two differ in shape, or the estimate lost its gradient on the way.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"KL estimator '{estimator}' is unknown: {hint(estimator, ESTIMATORS)}")
+    estimate = ESTIMATORS[estimator]
     require_same_shape(("log-probabilities", logprobs_T), ref_logprobs=ref_logprobs_T)
-    result_T = ESTIMATORS[estimator](logprobs_T - ref_logprobs_T)
+    result_T = estimate(logprobs_T - ref_logprobs_T)
     if torch.is_grad_enabled() and logprobs_T.requires_grad and not result_T.requires_grad:
         raise ValueError(
             f"KL estimator '{estimator}' detaches the KL term from the log-probabilities: it would "

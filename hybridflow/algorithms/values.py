@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.base import TokenLoss, require_same_shape, with_slope
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     return 1.0 - (returns_T - values_T).var(unbiased=False).item() / spread
 
 
-VALUE_LOSSES: dict[str, ValueLoss] = {
+_VALUE_LOSSES: dict[str, ValueLoss] = {
     "value_clip": ValueLoss(value_clip, ("value_mean", "clip_fraction"), needs_old_values=True),
     "value_mse": ValueLoss(value_mse, ("value_mean",)),
 }
+
+VALUE_LOSSES = Registry("value loss", _VALUE_LOSSES, aliases=catalogue.VALUE_LOSSES.aliases)

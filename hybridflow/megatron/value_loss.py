@@ -13,7 +13,6 @@ from hybridflow.batch import Batch, Ragged
 from hybridflow.megatron.config import ValueLossSettings
 from hybridflow.megatron.metrics import Measured, TokenMetrics
 from hybridflow.megatron.step import PackLoss
-from hybridflow.recipe.names import hint
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def value_rows(
 def check_value_fields(batch: Batch, loss: ValueLossSettings) -> None:
     """ValueError when ``loss`` is unknown or needs a field that ``batch`` lacks."""
     if loss.name not in VALUE_LOSSES:
-        raise ValueError(f"loss '{loss.name}' is unknown: {hint(loss.name, VALUE_LOSSES)}")
+        raise ValueError(VALUE_LOSSES.unknown(loss.name))
     needed = ["returns", "values"] if VALUE_LOSSES[loss.name].needs_old_values else ["returns"]
     for name in needed:
         if name not in batch:

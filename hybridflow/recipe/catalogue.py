@@ -34,7 +34,9 @@ from hybridflow.recipe.catalogue_fields import (
     takes,
 )
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
+from hybridflow.recipe.catalogue_losses import AGGREGATIONS as AGGREGATIONS
 from hybridflow.recipe.catalogue_losses import EVALUATED, LOSSES, SCORE_LOSSES, VALUE_LOSSES
+from hybridflow.recipe.catalogue_losses import KL_ESTIMATORS as KL_ESTIMATORS
 from hybridflow.recipe.catalogue_rewards import REWARDS as REWARDS
 from hybridflow.recipe.signature import Option, RoleKind, Signature
 

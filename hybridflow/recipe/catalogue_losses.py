@@ -128,3 +128,32 @@ SCORE_LOSSES: dict[str, LossEntry] = {
     ),
 }
 """Losses of reward models."""
+
+AGGREGATIONS = Registry(
+    "aggregation",
+    {
+        "token_mean": "the mean over all tokens",
+        "sequence_mean_token_mean": "the mean over responses of the mean over a response's tokens",
+        "sequence_mean_token_sum": "the mean over responses of the sum over a response's tokens",
+        "constant": "that, divided by algorithm.loss_divisor",
+    },
+    aliases={
+        "token-mean": "token_mean",
+        "seq-mean-token-mean": "sequence_mean_token_mean",
+        "seq-mean-token-sum": "sequence_mean_token_sum",
+        "seq-mean-token-sum-norm": "constant",
+    },
+)
+
+KL_ESTIMATORS = Registry(
+    "KL estimator",
+    {
+        "k1": "d, with d = logprobs - ref_logprobs of the sampled token",
+        "k2": "d^2 / 2",
+        "k3": "exp(-d) - 1 + d",
+        "abs": "the absolute value of d",
+        "full": "no estimate: the sum over the vocabulary",
+    },
+    aliases={"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+)
+"""Ways to compute the KL from the reference at a token."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from hybridflow.recipe.registry import Registry
 from megatron_bridge.convert.sizes import parse_bytes
 
 LARGEST = 2**31 - 1  # what every library behind the recipe can count to
@@ -82,6 +83,17 @@ def _size(value: Any) -> Any:
         what = f"must be a size such as 512MiB or 1GB, not {value!r}"
         raise Wrong(what, "write `512MiB`") from None
     return value
+
+
+def named(registry: Registry[Any]) -> BeforeValidator:
+    """A name of ``registry``, or an alias, which becomes the name that it stands for."""
+
+    def name(value: Any) -> Any:
+        if not isinstance(value, str) or value not in registry:
+            raise Wrong(f"is no {registry.kind}: {value!r}", registry.advice(str(value)))
+        return registry.canonical(value)
+
+    return BeforeValidator(name)
 
 
 Clip = Annotated[float | list[float], BeforeValidator(_clip)]

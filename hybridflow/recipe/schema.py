@@ -4,10 +4,11 @@ Relative paths are taken from the working directory. A required key carries an e
 which the checks go on when the key is missing, so that one run reports every fault.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
+from hybridflow.recipe import catalogue_losses
 from hybridflow.recipe.ranges import (
     LARGEST,
     Clip,
@@ -19,6 +20,7 @@ from hybridflow.recipe.ranges import (
     RunName,
     Seed,
     Text,
+    named,
 )
 from hybridflow.recipe.schema_control import ControlSection
 from hybridflow.recipe.schema_roles import ParallelSection, RolesSection
@@ -118,7 +120,9 @@ class KlSection(Section):
     """The penalty for leaving the reference."""
 
     coef: NotNegative = Field(default=0.0, description="weight of the KL term in the loss")
-    estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+    estimator: Annotated[
+        Literal["k1", "k2", "k3", "abs", "full"], named(catalogue_losses.KL_ESTIMATORS)
+    ] = Field(
         default="k3",
         description="estimator of the KL; `full`: no estimate, the sum over the vocabulary",
     )
@@ -289,8 +293,9 @@ class AlgorithmSection(Section):
         default=True,
         description="divide group-relative advantages by the group's standard deviation",
     )
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+    aggregation: Annotated[
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
+        named(catalogue_losses.AGGREGATIONS),
     ] = Field(default="token_mean", description="how token losses become one number")
     loss_divisor: Positive | None = Field(
         default=None,

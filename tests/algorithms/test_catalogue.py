@@ -1,9 +1,13 @@
 """The torch-free catalogue and the code name the same functions, losses and estimators."""
 
 import inspect
+from typing import Any
+
+import pytest
 
 from hybridflow.algorithms import AGGREGATIONS, ESTIMATORS, FUNCTIONS, LOSSES, PREFERENCES
 from hybridflow.recipe import catalogue, schema
+from hybridflow.recipe.registry import Registry, UnknownName
 
 
 def test_functions_and_their_options():
@@ -22,5 +26,27 @@ def test_losses_and_what_they_need():
 def test_choices_of_the_recipe():
     fields = schema.AlgorithmSection.model_fields
     assert set(fields["aggregation"].annotation.__args__) == set(AGGREGATIONS)
+    assert set(AGGREGATIONS) == set(catalogue.AGGREGATIONS)
     estimators = schema.KlSection.model_fields["estimator"].annotation
     assert set(estimators.__args__) == {*ESTIMATORS, "full"}, "full is no estimate from samples"
+    assert set(estimators.__args__) == set(catalogue.KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("registry", [AGGREGATIONS, ESTIMATORS], ids=lambda registry: registry.kind)
+def test_averages_and_estimators_are_found_by_any_name(registry: Registry[Any]):
+    for alias, name in registry.aliases.items():
+        assert registry[alias] is registry[name]
+    name = next(iter(registry))
+    with pytest.raises(UnknownName, match=f"unknown {registry.kind} '{name}s'; .*'{name}'"):
+        registry[f"{name}s"]
+    with pytest.raises(ValueError, match=f"'{name}' is registered twice"):
+        registry.register(name, registry[name])
+
+
+def test_a_recipe_may_name_an_average_or_estimator_by_an_alias():
+    kl = schema.KlSection.model_validate({"estimator": "low_var_kl"})
+    assert kl.estimator == "k3"
+    algorithm = schema.AlgorithmSection.model_validate({"aggregation": "token-mean"})
+    assert algorithm.aggregation == "token_mean"
+    with pytest.raises(ValueError, match="is no aggregation: 'tokenmean'"):
+        schema.AlgorithmSection.model_validate({"aggregation": "tokenmean"})

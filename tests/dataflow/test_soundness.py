@@ -31,6 +31,7 @@ from hybridflow.monitor import read_events, read_metrics
 from hybridflow.recipe.axes import Axis, FieldType
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Graph, Node, fields
+from hybridflow.recipe.registry import Registry
 
 REWARDS = {"rewards": FieldType(Axis.SAMPLES, "float")}
 MASK = {"mask": FieldType(Axis.SAMPLES, "bool")}
@@ -172,7 +173,8 @@ def test_a_detached_kl_term(monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs_T = torch.zeros(3, requires_grad=True)
     for name in kl_module.ESTIMATORS:
         assert kl_divergence(logprobs_T, torch.ones(3), name).requires_grad
-    monkeypatch.setitem(kl_module.ESTIMATORS, "k1", lambda difference_T: difference_T.detach())
+    detached = Registry("KL estimator", {"k1": lambda difference_T: difference_T.detach()})
+    monkeypatch.setattr(kl_module, "ESTIMATORS", detached)
     with pytest.raises(ValueError, match="'k1' detaches the KL term from the log-probabilities"):
         kl_divergence(logprobs_T, torch.ones(3), "k1")
     with torch.no_grad():
