@@ -122,14 +122,19 @@ def reinforce_pp_baseline(batch: Batch, context: FunctionContext) -> dict[str, A
     return {"advantages": advantages.reinforce_pp_baseline(rewards_PG, lengths_PG).flatten()}
 
 
-def token_rewards(batch: Batch, context: FunctionContext, kl_share: float = 1.0) -> dict[str, Any]:
-    """rewards (samples), responses, perhaps logprobs, ref_logprobs -> token_rewards (tokens)."""
+def token_rewards(
+    batch: Batch, context: FunctionContext, kl_share: float = 1.0, add_rewards: bool = False
+) -> dict[str, Any]:
+    """rewards (samples) or token_scores (tokens), responses, perhaps logprobs, ref_logprobs ->
+    token_rewards (tokens)."""
     kl = {name: batch[name] for name in ("logprobs", "ref_logprobs") if name in batch}
+    scores = batch.fields.get("token_scores")
     found = advantages.token_rewards(
-        batch["rewards"],
+        batch["rewards"] if scores is None or add_rewards else None,
         batch["responses"],
         context.kl_coef * kl_share,
         context.kl_estimator,
+        scores=scores,
         whitened=context.gae.whiten_rewards,
         **kl,
     )

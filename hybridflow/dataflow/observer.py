@@ -61,7 +61,10 @@ class Observer:
         self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
         self._labels = [n.outputs["labels"] for n in graph.nodes if n.function == "outcome_labels"]
         self._main_reward = _main_reward(graph, self._training_scores)
-        self._names = _score_names(self._scoring, evaluated, self._main_reward)
+        costs = frozenset(
+            n.role for n in self._training_scores if n.outputs.get("rewards") in self._costs
+        )
+        self._names = _score_names(self._scoring, evaluated, self._main_reward, costs)
         self._first_of_role = _first_of_role(self._scoring, evaluated)
 
     def metrics(self, outcome: StepOutcome, published: PublishReport | None) -> dict[str, float]:
@@ -200,10 +203,11 @@ def _main_reward(graph: Graph, scoring: list[Node]) -> str:
 
 
 def _score_names(
-    scoring: list[Node], evaluated: frozenset[str], main_reward: str
+    scoring: list[Node], evaluated: frozenset[str], main_reward: str, costs: frozenset[str | None]
 ) -> dict[str, str]:
     """What each scoring node's rewards are called: ``reward`` of the main one, or the first where
-    that is made of others, ``reward/FIELD`` of further ones; with ``eval/`` before it likewise."""
+    that is made of others, ``reward/FIELD`` of further ones; with ``eval/`` before it likewise, and
+    ``eval/cost`` of the role that scores the costs."""
     found: dict[str, str] = {}
     for prefix, nodes in (
         ("", [n for n in scoring if n.name not in evaluated]),
@@ -214,6 +218,8 @@ def _score_names(
             field = node.outputs.get("rewards", str(node.role))
             further = node is not (main or nodes[0])
             found[node.name] = f"{prefix}reward/{field}" if further else f"{prefix}reward"
+            if prefix and node.role in costs:
+                found[node.name] = f"{prefix}cost"
     return found
 
 

@@ -12,6 +12,7 @@ from hybridflow.monitor.text import duration, number
 # title, [(metric, label)]: the charts shown first, in this order
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", (("reward/mean", "train"), ("eval/reward", "evaluation"))),
+    ("Cost", (("cost/mean", "train"), ("eval/cost", "evaluation"))),
     ("KL to the reference", (("update/kl", "KL"),)),
     ("Loss", (("update/loss", "loss"),)),
     ("Response length, tokens", (("length/mean", "mean"), ("length/max", "max"))),

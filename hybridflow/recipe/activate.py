@@ -1,6 +1,6 @@
 """From a dataflow to the nodes that run under a recipe: conditions, sections, absent inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,17 @@ def read_dataflow(recipe: Recipe, key: KeyPath, value: Any) -> tuple[Graph | Non
 
 
 def activate(
-    graph: Graph, conditions: Mapping[str, bool], sections: Mapping[str, int | None]
+    graph: Graph,
+    conditions: Mapping[str, bool],
+    sections: Mapping[str, int | None],
+    absent: Set[str] = frozenset(),
 ) -> tuple[Graph, dict[str, str]]:
     """The graph without nodes that are off; ``every`` becomes a number or stays ``end``.
 
     Args:
         conditions: of the catalogue, and whether each holds.
         sections: steps between runs for each word of ``every``; None switches its nodes off.
+        absent: fields that their node does not give under the recipe.
 
     Returns:
         The graph, in which inputs that nothing produces any more are left out, and the nodes that
@@ -56,7 +60,10 @@ def activate(
     off = {
         node.name: reason for node in graph.nodes if (reason := _off(node, conditions, sections))
     }
-    nodes = [_rewired(graph, node, off, sections) for node in graph.nodes if node.name not in off]
+    gone = absent | {f for name in off for f in graph.node(name).outputs.values()}
+    nodes = [
+        _rewired(graph, node, off, sections, gone) for node in graph.nodes if node.name not in off
+    ]
     consumed = {field for node in nodes for field in node.inputs.values()}
     inputs = tuple(name for name in graph.inputs if name in consumed)
     return Graph(inputs, tuple(nodes)), off
@@ -73,17 +80,18 @@ def _off(
 
 
 def _rewired(
-    graph: Graph, node: Node, off: Mapping[str, str], sections: Mapping[str, int | None]
+    graph: Graph,
+    node: Node,
+    off: Mapping[str, str],
+    sections: Mapping[str, int | None],
+    gone: Set[str],
 ) -> Node:
-    inputs = {
-        parameter: field
-        for parameter, field in node.inputs.items()
-        if field not in graph.producers or graph.producers[field].name not in off
-    }
+    inputs = {parameter: field for parameter, field in node.inputs.items() if field not in gone}
     every = sections.get(node.every) if isinstance(node.every, str) else node.every
     return replace(
         node,
         inputs=inputs,
+        outputs={output: field for output, field in node.outputs.items() if field not in gone},
         delay={field: steps for field, steps in node.delay.items() if field in inputs.values()},
         after=tuple(dict.fromkeys(_awake(graph, node.after, off))),
         every=END if node.every == END else every,
@@ -102,9 +110,13 @@ def _awake(graph: Graph, names: tuple[str, ...], off: Mapping[str, str]) -> list
 
 
 def activation_faults(
-    graph: Graph, off: Mapping[str, str], kinds: Mapping[str, RoleKind]
+    graph: Graph,
+    off: Mapping[str, str],
+    kinds: Mapping[str, RoleKind],
+    absent: Set[str] = frozenset(),
 ) -> list[Fault]:
-    """Required inputs whose producer is off, or does not run as often as their consumer."""
+    """Required inputs whose producer is off, does not give them (``absent``), or does not run as
+    often as their consumer."""
     faults = []
     for node in graph.nodes:
         if node.name in off:
@@ -121,6 +133,11 @@ def activation_faults(
                 reason = off[producer.name]
                 fix = f"give '{node.name}' the same `{reason}`, or switch '{producer.name}' on"
                 faults.append(Fault(node.origin, f"{what} is off ({reason})", fix))
+            elif field in absent and not takes.optional:
+                what = f"node '{node.name}' needs the token rewards '{field}', but "
+                what += f"'{producer.role}' scores whole responses"
+                fix = f"set roles.{producer.role}.level to token, or take `rewards`"
+                faults.append(Fault(node.origin, what, fix))
             elif producer.every is not None and producer.every != node.every:
                 fix = f"give '{node.name}' `every: {producer.every}` too"
                 faults.append(Fault(node.origin, f"{what} runs every {producer.every} only", fix))

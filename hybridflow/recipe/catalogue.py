@@ -121,7 +121,14 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "answers": takes(ANSWERS),
             "responses": takes(RESPONSES),
         },
-        {"rewards": REWARD_VALUES, "token_rewards": TOKEN_REWARDS},
+        {
+            "rewards": REWARD_VALUES,
+            "token_rewards": replace(
+                TOKEN_REWARDS,
+                description="reward of each response token, 0 at special tokens such as the end; "
+                "absent unless the role's level is token",
+            ),
+        },
     ),
     ("model", "logprobs"): Signature(
         "Log-probability of every response token under the role's weights.",

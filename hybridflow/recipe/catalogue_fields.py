@@ -33,9 +33,6 @@ RESPONSES = field_type(Axis.TOKENS, "int", "token ids of each response")
 LOGPROBS = field_type(Axis.TOKENS, "float", "log-probability of each response token, in nats")
 REWARD_VALUES = field_type(Axis.SAMPLES, "float", "reward of each response")
 PROMPT_VALUES = field_type(Axis.PROMPTS, "float", "one value of each prompt")
-TOKEN_REWARDS = field_type(
-    Axis.TOKENS, "float", "reward of each response token; 0 at special tokens such as the end"
-)
 ADVANTAGES = field_type(Axis.SAMPLES, "float", "advantage of each response")
 TOKEN_ADVANTAGES = field_type(Axis.TOKENS, "float", "advantage of each response token")
 FINISHED = field_type(Axis.SAMPLES, "bool", "whether the response ended on its own")

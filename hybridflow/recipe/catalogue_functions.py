@@ -99,10 +99,16 @@ _FUNCTIONS: dict[str, Signature] = {
         compares_samples=True,
     ),
     "token_rewards": Signature(
-        "Reward of every token: the outcome at the response's last token, less the token's KL "
-        "where algorithm.kl.place is reward; algorithm.gae.whiten_rewards scales it.",
+        "Reward of every token: token_scores where they are given, else the outcome at the "
+        "response's last token, less the token's KL where algorithm.kl.place is reward; "
+        "algorithm.gae.whiten_rewards scales it.",
         {
-            "rewards": takes(REWARD_VALUES),
+            "rewards": takes(REWARD_VALUES, optional=True, description="outcome of each response"),
+            "token_scores": takes(
+                TOKEN_REWARDS,
+                optional=True,
+                description="score of each token, from a reward role of level token",
+            ),
             "responses": takes(RESPONSES),
             "logprobs": takes(
                 LOGPROBS, optional=True, description="of the policy; needed by the KL"
@@ -115,7 +121,12 @@ _FUNCTIONS: dict[str, Signature] = {
         {
             "kl_share": Option(
                 "float", 1.0, description="times algorithm.kl.coef; negative for a cost"
-            )
+            ),
+            "add_rewards": Option(
+                "bool",
+                False,
+                description="add the outcome, which another role gives, to token_scores",
+            ),
         },
         settings=("gae.whiten_rewards",),
     ),

@@ -316,10 +316,11 @@ def _stage(
         "evaluation": recipe.evaluation.every if recipe.evaluation else None,
         "checkpoint": recipe.checkpoint.every,
     }
-    active, off = activate(graph, conditions, sections)
+    absent = _absent(recipe, graph)
+    active, off = activate(graph, conditions, sections, absent)
     settings["samples_per_prompt"] = _samples(active, settings["samples_per_prompt"])
     faults += type_faults(graph, kinds, trained, active.names)
-    faults += activation_faults(graph, off, kinds)
+    faults += activation_faults(graph, off, kinds, absent)
     updated = {node.role for node in active.nodes if node.call == "update"}
     training = {role: one for role, one in training.items() if role in updated}
     named = frozenset(role for node in graph.nodes for role in node.roles)
@@ -340,6 +341,14 @@ def _conditions(recipe: Recipe, actor: Training | None) -> dict[str, bool]:
         "old_logprobs": off_policy or (kl.coef > 0 and kl.place == "reward"),
         "actor_trains": actor is not None,
     }
+
+
+def _absent(recipe: Recipe, graph: Graph) -> frozenset[str]:
+    """Fields of token rewards from roles that score whole responses."""
+    rewards = recipe.roles.rewards()
+    whole = {role for role, section in rewards.items() if section.level == "sequence"}
+    scoring = [node for node in graph.nodes if node.role in whole and node.call == "score"]
+    return frozenset(f for n in scoring for o, f in n.outputs.items() if o == "token_rewards")
 
 
 def _samples(graph: Graph, asked: int) -> int:

@@ -19,7 +19,13 @@ from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-VALUES = {"rewards": 1.0, "costs": 0.25, "greedy_rewards": 0.5, "eval_rewards": 0.75}
+VALUES = {
+    "rewards": 1.0,
+    "costs": 0.25,
+    "greedy_rewards": 0.5,
+    "eval_rewards": 0.75,
+    "eval_costs": 0.125,
+}
 ROWS = [{"answer": "1", "source": "easy"}, {"answer": "2", "source": "hard"}]
 
 
@@ -51,6 +57,8 @@ def test_a_further_reward_does_not_take_the_names_of_the_main_one(recipe, furthe
     assert found[f"reward/{name}/source/easy"] == found[f"reward/{name}/mean"] == further
     assert found["eval/reward"] == found["eval/reward/source/easy"] == 0.75
     assert found["reward/reward/errors"] == 2, "those of the samples that are trained on"
+    for key in ("eval/cost", "eval/cost/source/hard"):
+        assert found.get(key) == (0.125 if name == "costs" else None)
     other = "reward/cost/errors" if name == "costs" else "reward/reward/greedy_rewards/errors"
     assert found[other] == 0
     assert found["reward/constant"] == 1

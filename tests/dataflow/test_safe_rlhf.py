@@ -14,14 +14,20 @@ CRITIC = "{optimizer: {lr: 1e-3}, colocate: actor}"
 
 
 def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
+    """The reward's values are of tokens and sum to 0 in every response, the cost's of responses."""
     scorer = tmp_path / "scores.py"
     scorer.write_text(
-        "def varied(prompt, response, answer, row):\n    return sum(map(ord, response)) % 7 / 7\n"
+        "def praise(prompt, response, answer, row):\n"
+        "    praised = [0.0] * len(response)\n"
+        "    if len(response) > 1:\n"
+        "        praised[0], praised[-1] = 9.0, -9.0\n"
+        "    return praised\n"
         "def costly(prompt, response, answer, row):\n    return sum(map(ord, response)) % 5 / 5\n"
     )
     recipe = make_recipe(
         *("dataflow=safe_rlhf", "steps=3", "warm_start=null", "evaluation=null", "export=false"),
-        *("data.samples_per_prompt=1", f"roles.reward.function={scorer}:varied"),
+        *("data.samples_per_prompt=1", f"roles.reward.function={scorer}:praise"),
+        *("roles.reward.level=token", "algorithm.gae={whiten_rewards: true}"),
         f"roles.cost={{function: {scorer}:costly}}",
         *(f"roles.critic={CRITIC}", "roles.cost_critic={head: value, " + CRITIC[1:]),
         *("roles.reference={colocate: actor}", "algorithm.kl={coef: 0.1, place: reward}"),
@@ -41,6 +47,8 @@ def test_lambda_follows_the_cost_and_is_resumed(make_recipe, tmp_path) -> None:
         multiplier = next_multiplier(multiplier, row["cost/mean"], 0.1, 0.3)
     assert multiplier != 2.0
     assert_reported(rows[-1], compile_recipe(recipe).stages[-1].graph)
+    # Nothing to learn for the critic but from single tokens: it starts near 0, and so does the KL.
+    assert all(row["reward/mean"] == 0 for row in rows) and rows[0]["critic/loss"] > 0.1
     before = measured(folder)
     shutil.rmtree(folder / "checkpoints" / "step-000003")
     assert measured(run(recipe, resume=True)) == before

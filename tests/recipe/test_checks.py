@@ -109,11 +109,6 @@ SETTINGS = [
     ("roles.reward.on_error=skip", "must be fail, group_mean or {value", "on_error: {value: 0.0}"),
     ("roles.reward.on_error={value: no}", "must be fail, group_mean or {value", "{value: 0.0}"),
     ("roles.reward.level=token", "scores whole responses, not tokens", "level to sequence"),
-    (
-        "roles.reward={function: mine.py:score, level: token, on_error: group_mean}",
-        "group_mean is of whole responses",
-        "{value: 0.0}",
-    ),
     ("roles.reference=null", "'reference', which the recipe lacks", "under `roles`"),
     ("dataflow=grp", "no dataflow is named 'grp'", "did you mean 'grpo'?"),
     ("dataflow=absent.yaml", "no dataflow file absent.yaml", "mend the path"),
@@ -208,18 +203,6 @@ def test_a_column_that_no_row_has_is_one_fault_of_each_file(workspace: Path):
     found = faults_of("data.prompt_column=promt")
     assert [fault.split(" ")[2] for fault in found] == ["train.jsonl", "eval.jsonl"]
     assert all("no column 'promt'. Fix: did you mean 'prompt'?" in fault for fault in found)
-
-
-def test_token_rewards_come_from_a_role_that_scores_tokens(workspace: Path):
-    (workspace / "mine.py").write_text(MINE)
-    grpo = (ROOT / "recipes/dataflows/grpo.yaml").read_text()
-    tokens = grpo.replace("out: [rewards]", "out: [rewards, token_rewards]", 1)
-    assert tokens != grpo
-    (workspace / "tokens.yaml").write_text(tokens)
-    (found,) = faults_of("dataflow=tokens.yaml")
-    assert "tokens.yaml:" in found and "'reward' scores whole responses" in found
-    own = "roles.reward={_target_: mine.py:score, level: token}"
-    assert faults_of("dataflow=tokens.yaml", own) == []
 
 
 def safetensors_of(header: dict) -> bytes:

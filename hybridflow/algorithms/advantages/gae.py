@@ -10,27 +10,30 @@ from hybridflow.batch import Ragged
 
 
 def token_rewards(
-    rewards_S: Tensor,
+    rewards_S: Tensor | None,
     responses: Ragged,
     kl_coef: float = 0.0,
     estimator: str = "k1",
     logprobs: Ragged | None = None,
     ref_logprobs: Ragged | None = None,
     *,
+    scores: Ragged | None = None,
     whitened: bool = False,
 ) -> Ragged:
-    """The outcome at each response's last token, less a penalty for leaving the reference.
+    """Scores of tokens and the outcome at the last one, less a penalty for leaving the reference.
 
     Ziegler et al., 2019 (arXiv:1909.08593), section 2, per token as in InstructGPT (Ouyang et al.,
     2022, arXiv:2203.02155)::
 
-        r_t = [t is the last token] * r - kl_coef * KL_t,  KL_t of one of the estimators of ``kl``
+        r_t = s_t + [t is the last token] * r - kl_coef * KL_t,
+        KL_t of one of the estimators of ``kl``
 
     Args:
-        rewards_S: ``[S]`` outcome rewards.
+        rewards_S: ``[S]`` outcome rewards; None: 0.
         responses: whose row lengths count; S rows.
         estimator: ``k1``, ``k2``, ``k3`` or ``abs`` of ``logprobs - ref_logprobs``.
         logprobs, ref_logprobs: in nats; needed when ``kl_coef`` is not 0.
+        scores: of every token, as a process reward gives them; None: 0.
         whitened: divide by the standard deviation over all tokens of the batch; the mean stays.
 
     Returns:
@@ -39,7 +42,12 @@ def token_rewards(
     Example: reward 1 of a response with KL ``[0.1, 0.2, 0.3]`` at ``kl_coef`` 0.5 gives
     ``[-0.05, -0.1, 0.85]``.
     """
-    rewards_T = at_last_tokens(rewards_S, responses)
+    rewards_T = torch.zeros(len(responses.values), dtype=torch.float64)
+    if rewards_S is not None:
+        rewards_T = at_last_tokens(rewards_S, responses)
+    if scores is not None:
+        assert torch.equal(scores.offsets, responses.offsets), "scores of other responses"
+        rewards_T += scores.values
     if kl_coef:
         if logprobs is None or ref_logprobs is None:
             raise ValueError(

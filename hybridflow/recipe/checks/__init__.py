@@ -20,6 +20,7 @@ from hybridflow.recipe.checks import (
     served,
     sizes,
     sync,
+    token_rewards,
 )
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
@@ -39,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     *roles.CHECKS,
     *sync.CHECKS,
     *rewards.CHECKS,
+    *token_rewards.CHECKS,
     *output.CHECKS,
     *control.CHECKS,
 )

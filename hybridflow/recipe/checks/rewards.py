@@ -193,21 +193,6 @@ def _defined_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def token_faults(context: Context) -> Iterator[Fault]:
-    """Token rewards of a role that gives whole responses one value."""
-    rewards = context.recipe.roles.rewards()
-    for stage in context.stages:
-        for node in stage.graph.nodes:
-            section = rewards.get(str(node.role))
-            if section is None or section.level == "token" or "token_rewards" not in node.outputs:
-                continue
-            what = (
-                f"node '{node.name}' wants token_rewards, but '{node.role}' scores whole responses"
-            )
-            fix = f"set roles.{node.role}.level to token, or take `rewards`"
-            yield Fault(node.origin, what, fix)
-
-
 def model_faults(context: Context) -> Iterator[Fault]:
     """Reward models without a trained head, or with too small packs."""
     recipe = context.recipe
@@ -244,5 +229,4 @@ def _head_faults(context: Context, role: str) -> Iterator[Fault]:
 CHECKS = (
     Check(("dataflow", "warm_start.dataflow", "roles.*", "data", "roles.rollout"), model_faults),
     Check((), reward_faults),
-    Check(("dataflow", "warm_start.dataflow", "roles.*"), token_faults),
 )
