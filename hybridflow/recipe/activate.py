@@ -137,6 +137,8 @@ def activation_faults(
                 what = f"node '{node.name}' needs the token rewards '{field}', but "
                 what += f"'{producer.role}' scores whole responses"
                 fix = f"set roles.{producer.role}.level to token, or take `rewards`"
+                if kinds.get(str(producer.role)) != "reward":
+                    fix = "take `rewards`"
                 faults.append(Fault(node.origin, what, fix))
             elif producer.every is not None and producer.every != node.every:
                 fix = f"give '{node.name}' `every: {producer.every}` too"

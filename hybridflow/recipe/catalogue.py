@@ -89,6 +89,14 @@ def column_keys(inputs: Iterable[str], conversations: bool) -> tuple[str, ...]:
     return tuple(keys)
 
 
+_SCORES = {
+    "rewards": REWARD_VALUES,
+    "token_rewards": replace(
+        TOKEN_REWARDS,
+        description="reward of each response token, 0 at special tokens such as the end; absent "
+        "unless the role has functions and its level is token",
+    ),
+}
 CALLS: dict[tuple[RoleKind, str], Signature] = {
     ("rollout", "generate"): Signature(
         "Sample responses to every prompt.",
@@ -121,14 +129,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "answers": takes(ANSWERS),
             "responses": takes(RESPONSES),
         },
-        {
-            "rewards": REWARD_VALUES,
-            "token_rewards": replace(
-                TOKEN_REWARDS,
-                description="reward of each response token, 0 at special tokens such as the end; "
-                "absent unless the role's level is token",
-            ),
-        },
+        _SCORES,
     ),
     ("model", "logprobs"): Signature(
         "Log-probability of every response token under the role's weights.",
@@ -216,7 +217,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             ),
             "responses": takes(RESPONSES),
         },
-        {"rewards": REWARD_VALUES},
+        _SCORES,
     ),
     ("value", "update"): Signature(
         "Take the optimizer steps of one training step: epochs x mini-batches.",

@@ -344,10 +344,9 @@ def _conditions(recipe: Recipe, actor: Training | None) -> dict[str, bool]:
 
 
 def _absent(recipe: Recipe, graph: Graph) -> frozenset[str]:
-    """Fields of token rewards from roles that score whole responses."""
-    rewards = recipe.roles.rewards()
-    whole = {role for role, section in rewards.items() if section.level == "sequence"}
-    scoring = [node for node in graph.nodes if node.role in whole and node.call == "score"]
+    """Fields of token rewards from roles that score whole responses, models among them."""
+    by_token = {role for role, one in recipe.roles.rewards().items() if one.level == "token"}
+    scoring = [n for n in graph.nodes if n.call == "score" and n.role not in by_token]
     return frozenset(f for n in scoring for o, f in n.outputs.items() if o == "token_rewards")
 
 

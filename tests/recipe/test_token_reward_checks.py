@@ -1,5 +1,6 @@
 """Rewards of single tokens: where a graph takes them, and what is said where it cannot."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check_file
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
+from tests.recipe.conftest import CONFIG
 from tests.recipe.test_critic_checks import COST, PPO
 
 MINE = "def score(prompt, response, answer, row):\n    return [0.0] * len(response)\n"
@@ -99,3 +101,17 @@ OTHER = ("in: [rewards, token_scores,", "in: [rewards, {token_scores: style_scor
 def test_outcome_and_scores_of_tokens_in_one_node(pairs, told, message: str | None):
     found = faults_of(*PPO[1:], changed("ppo", *pairs), *told)
     assert found == [] if message is None else any(message in text for text in found), found
+
+
+def test_a_reward_model_scores_whole_responses(workspace: Path):
+    judge = workspace / "judge"
+    judge.mkdir()
+    config = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    (judge / "config.json").write_text(json.dumps(config))
+    told = [*PPO[1:], "roles.reward={head: value, model: judge}", "cluster.devices_per_node=20"]
+    assert faults_of("dataflow=ppo", *told) == []
+    straight = changed(
+        "ppo", ("[token_rewards, values]", "[{token_rewards: token_scores}, values]")
+    )
+    (found,) = faults_of(straight, *told)
+    assert "needs the token rewards 'token_scores'" in found and "Fix: take `rewards`" in found
