@@ -132,7 +132,9 @@ def test_only_one_of_two_functions_is_there(workspace: Path) -> None:
     Path("mine.py").write_text("def score(prompt, response, answer, row): return [1.0]\n")
     graph = (ROOT / "recipes/dataflows/ppo.yaml").read_text()
     by_token = next(line for line in graph.splitlines(True) if "function: token_rewards" in line)
-    graph = graph.replace(by_token, "").replace(", {token_rewards: token_scores}]", ", token_rewards]", 1)
+    graph = graph.replace(by_token, "").replace(
+        ", {token_rewards: token_scores}]", ", token_rewards]", 1
+    )
     Path("flow.yaml").write_text(graph)
     told = ["dataflow=flow.yaml", CRITIC, "roles.reward={function: mine.py:score, level: token}"]
     assert faults_of(*told, "algorithm.gae={lam: 0.9}") == []

@@ -59,8 +59,8 @@ def test_the_shipped_graphs_take_what_the_role_gives(overrides, node: str, score
 def test_a_graph_of_sums_refuses_them(flow: str):
     prm = "roles.prm={head: vocabulary, optimizer: {lr: 1e-3}, colocate: actor}"
     told = ["algorithm.kl.coef=0", f"dataflow={flow}", *([prm] if flow == "prime" else [])]
-    assert faults_of(*told) == []
-    (found,) = faults_of(*told, TOKENS)
+    before = faults_of(*told)
+    (found,) = (text for text in faults_of(*told, TOKENS) if text not in before)
     assert "roles.reward.level: token does nothing" in found and "ppo or safe_rlhf" in found
 
 
