@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.recipe.catalogue_functions import FUNCTIONS
 from hybridflow.recipe.catalogue_losses import LOSSES
+from hybridflow.recipe.catalogue_roles import ROLES
 from hybridflow.recipe.faults import RecipeError
 
 END = "end"
@@ -64,6 +65,9 @@ class Node:
 
     def __post_init__(self) -> None:
         """Aliases become the names that they stand for."""
+        for key in ("role", "to"):
+            if isinstance(name := getattr(self, key), str):
+                object.__setattr__(self, key, ROLES.canonical(name))
         if self.function is not None:
             object.__setattr__(self, "function", FUNCTIONS.canonical(self.function))
         if isinstance(loss := self.options.get("loss"), str):

@@ -13,6 +13,7 @@ from hybridflow.recipe.catalogue import (
     calls_of,
     signature,
 )
+from hybridflow.recipe.catalogue_roles import ROLES
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
 from hybridflow.recipe.graph_batches import batch_faults
@@ -154,7 +155,8 @@ class _TypeCheck:
     def _signature(self, node: Node) -> Signature | None:
         if node.role is None:
             return signature(None, node.function)
-        kind = self._kinds.get(node.role) or _KINDS_OF_NAMES.get(node.role)
+        named = ROLES[node.role].kind if node.role in ROLES else None
+        kind = self._kinds.get(node.role) or named
         return signature(kind, node.call) if kind else None
 
     def _action_faults(self, node: Node) -> Iterator[Fault]:
@@ -165,7 +167,8 @@ class _TypeCheck:
             return
         if node.role not in self._kinds:
             what = f"node '{node.name}' acts on the role '{node.role}', which the recipe lacks"
-            advice = Registry("role", self._kinds).advice(node.role)
+            others = {alias: name for alias, name in ROLES.aliases.items() if name in self._kinds}
+            advice = Registry("role", self._kinds, aliases=others).advice(node.role)
             yield Fault(node.origin, what, f"{advice}. Or add it under `roles`")
         elif node.call is not None and self._signatures[node.name] is None:
             kind = self._kinds[node.role]
@@ -219,15 +222,6 @@ class _TypeCheck:
             if inner is not None and inner.trainable:
                 what = f"node '{name}' changes or saves weights inside the loop of '{node.name}'"
                 yield Fault(self._graph.node(name).origin, what, "take it out of the loop")
-
-
-_KINDS_OF_NAMES: dict[str, RoleKind] = {
-    "actor": "model",
-    "reference": "model",
-    "critic": "value",
-    "rollout": "rollout",
-    "reward": "reward",
-}
 
 
 def _option_faults(node: Node, known: Signature) -> Iterator[Fault]:

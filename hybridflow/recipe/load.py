@@ -11,9 +11,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from hybridflow.recipe.catalogue_roles import ROLES
 from hybridflow.recipe.faults import Fault, RecipeError
-from hybridflow.recipe.names import advice, hint
+from hybridflow.recipe.names import hint
 from hybridflow.recipe.ranges import Wrong
+from hybridflow.recipe.role_names import canonical_override, canonical_roles
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_rewards import RewardSection
 from hybridflow.recipe.schema_roles import RolesSection, further_role_section
@@ -72,8 +74,10 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
         source.faults.append(Fault(str(path), "a recipe is a mapping", "write `key: value` lines"))
     if not isinstance(source.data, dict):
         return Draft(None, source.faults)
+    canonical_roles(source)
     for override in overrides:
         _override(source, override)
+    canonical_roles(source)  # an override may give all roles at once, or `colocate` a name
     return _validate(source)
 
 
@@ -88,7 +92,7 @@ def _override(source: Source, text: str) -> None:
     if value.faults:
         source.faults.extend(value.faults)
         return
-    path: KeyPath = tuple(match["key"].split("."))
+    path = canonical_override(tuple(match["key"].split(".")), value.data)
     section = source.data
     for depth, key in enumerate(path[:-1], start=1):
         if section.get(key) is None:
@@ -147,7 +151,7 @@ def _drop_unknown_roles(data: dict[str, Any], source: Source, draft: Draft) -> N
             del roles[name]  # null takes a role away, as it does one that the schema names
         elif name not in RolesSection.model_fields and not known:
             fix = (
-                f"{advice(name, RolesSection.model_fields)} A reward role has the key `function`, "
+                f"{ROLES.advice(name)}. A reward role has the key `function`, "
                 "a further model the key `head`"
             )
             where = source.origin(("roles", name))

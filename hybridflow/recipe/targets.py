@@ -37,14 +37,14 @@ def _spell_out(source: Source, path: KeyPath, section: dict[str, Any], kind: typ
     if TARGET not in section:
         return
     section["function"] = section.pop(TARGET)
-    _move(source, (*path, TARGET), (*path, "function"))
+    move(source, (*path, TARGET), (*path, "function"))
     beside = [key for key in section if key not in kind.model_fields]
     section["parameters"] = {key: section.pop(key) for key in beside}
     for key in beside:
-        _move(source, (*path, key), (*path, "parameters", key))
+        move(source, (*path, key), (*path, "parameters", key))
 
 
-def _move(source: Source, old: KeyPath, new: KeyPath) -> None:
+def move(source: Source, old: KeyPath, new: KeyPath) -> None:
     """The origins of a key and of all that it holds."""
     for path in [path for path in source.origins if path[: len(old)] == old]:
         source.origins[(*new, *path[len(old) :])] = source.origins.pop(path)

@@ -141,6 +141,14 @@ CASES = [
     ("roles.actor.paralel={tp: 2}", "did you mean 'parallel'?"),
     ("algoritm.clip=0.2", "did you mean 'algorithm'?"),
     ("roles.refrence={colocate: actor}", "unknown role 'refrence'"),
+    (
+        "roles.plicy={colocate: actor}",
+        "did you mean 'policy'? Valid: actor, critic, reference, rew",
+    ),
+    (
+        "roles={actor: {optimizer: {lr: 1.0}}, policy: {}}",
+        "`roles.policy` and `roles.actor` are the same role",
+    ),
     ("roles.reference.colocate=rollout", "must be 'actor'"),
     ("evaluation={}", "`evaluation.every` is missing. Fix: add `every: 1`"),
     ("model.path.x=1", "`model.path`, a plain value"),

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.recipe import catalogue
+from hybridflow.recipe import catalogue, catalogue_roles
 from hybridflow.recipe.checks import check_file
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Node
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.registry import Registry, UnknownName
+from hybridflow.recipe.schema_roles import RolesSection
 
 
 def shapes() -> Registry[int]:
@@ -43,6 +44,24 @@ def test_registering_twice_is_an_error(name: str) -> None:
         shapes().register("new", 1, name)
     with pytest.raises(ValueError, match=f"the shape '{name}' is registered twice"):
         Registry("shape", {"square": 4, "box": 2}, {name: 4})
+
+
+def test_roles_have_other_names_wherever_a_recipe_names_them(workspace: Path) -> None:
+    assert set(catalogue_roles.ROLES) == set(RolesSection.model_fields)
+    text = Path("recipe.yaml").read_text()
+    assert "  actor:" in text and "  rollout:" in text
+    wanted = load_recipe("recipe.yaml", ["roles.reference={colocate: actor}"])
+    renamed = text.replace("  actor:", "  policy:").replace("  rollout:", "  sampler:")
+    Path("recipe.yaml").write_text(renamed.replace("colocate: actor", "colocate: policy"))
+    recipe = load_recipe("recipe.yaml", ["roles.ref={colocate: policy}"])
+    assert recipe.roles == wanted.roles
+    assert load_recipe("recipe.yaml", ["roles.policy.micro_batch_tokens=77"]).roles.actor
+    node = Node("update", role="policy", call="publish", to="sampler")
+    assert (node.role, node.to) == ("actor", "rollout")
+    line = next(n for n, t in enumerate(renamed.splitlines(), 1) if "  policy:" in t)
+    Path("recipe.yaml").write_text(renamed.replace("  policy:", "  policy: 3 #"))
+    fault = check_file("recipe.yaml", [])[1][0]
+    assert fault.where == f"recipe.yaml:{line}" and "roles.actor" in fault.what
 
 
 def test_an_alias_needs_an_entry() -> None:
