@@ -210,7 +210,8 @@ def _options(options: Mapping[str, Option]) -> str:
 def _option(option: Option) -> str:
     values = " or ".join(f"`{choice}`" for choice in option.choices) or option.dtype
     default = "required" if option.required else f"default {option.default}"
-    return f"{values}, {default}: {option.description}"
+    rule = "" if option.rule is None else f", {option.rule.text}"
+    return f"{values}{rule}, {default}: {option.description}"
 
 
 def _words() -> Iterator[str]:

@@ -21,6 +21,7 @@ from hybridflow.recipe.catalogue_fields import (
     takes,
 )
 from hybridflow.recipe.registry import Registry
+from hybridflow.recipe.rules import COUNT, DISCOUNT, INDEX, SOME_WEIGHT, above, at_least
 from hybridflow.recipe.signature import Option, Signature
 
 _FUNCTIONS: dict[str, Signature] = {
@@ -69,7 +70,13 @@ _FUNCTIONS: dict[str, Signature] = {
             "fourth": takes(REWARD_VALUES, optional=True),
         },
         {"advantages": ADVANTAGES},
-        {"weights": Option("list of float", description="one weight per reward; default: all 1")},
+        {
+            "weights": Option(
+                "list of float",
+                description="one weight per reward; default: all 1",
+                rule=SOME_WEIGHT,
+            )
+        },
         compares_samples=True,
     ),
     "reinforce_pp": Signature(
@@ -87,8 +94,10 @@ _FUNCTIONS: dict[str, Signature] = {
         },
         {"advantages": TOKEN_ADVANTAGES},
         {
-            "gamma": Option("float", 1.0, description="discount per token"),
-            "kl_coef": Option("float", 0.0, description="weight of the KL in the reward"),
+            "gamma": Option("float", 1.0, description="discount per token", rule=DISCOUNT),
+            "kl_coef": Option(
+                "float", 0.0, description="weight of the KL in the reward", rule=at_least(0)
+            ),
         },
     ),
     "reinforce_pp_baseline": Signature(
@@ -120,7 +129,10 @@ _FUNCTIONS: dict[str, Signature] = {
         {"token_rewards": TOKEN_REWARDS},
         {
             "kl_share": Option(
-                "float", 1.0, description="times algorithm.kl.coef; negative for a cost"
+                "float",
+                1.0,
+                description="times algorithm.kl.coef; negative for a cost",
+                rule=at_least(-1, 1),
             ),
             "add_rewards": Option(
                 "bool",
@@ -151,7 +163,7 @@ _FUNCTIONS: dict[str, Signature] = {
             "ref_logprobs": takes(LOGPROBS, description="under the model that it began from"),
         },
         {"advantages": TOKEN_ADVANTAGES},
-        {"gamma": Option("float", 1.0, description="discount per token")},
+        {"gamma": Option("float", 1.0, description="discount per token", rule=DISCOUNT)},
         compares_samples=True,
         settings=("preference.beta",),
     ),
@@ -176,7 +188,7 @@ _FUNCTIONS: dict[str, Signature] = {
         "Permute the values over all samples of the step: a control that must not learn.",
         {"values": takes(field_type(Axis.SAMPLES, "float", "values to permute"))},
         {"shuffled": field_type(Axis.SAMPLES, "float", "the same values on other samples")},
-        {"seed": Option("int", 0, description="seed of the permutations")},
+        {"seed": Option("int", 0, description="seed of the permutations", rule=INDEX)},
     ),
     "prompt_mean": Signature(
         "Mean of a value over the samples of each prompt.",
@@ -190,7 +202,11 @@ _FUNCTIONS: dict[str, Signature] = {
             "second": takes(field_type(Axis.SAMPLES, "float", "second value of each sample")),
         },
         {"total": field_type(Axis.SAMPLES, "float", "weighted sum of each sample")},
-        {"weights": Option("list of float", [1.0, 1.0], description="two weights")},
+        {
+            "weights": Option(
+                "list of float", [1.0, 1.0], description="two weights", rule=SOME_WEIGHT
+            )
+        },
     ),
     "soft_overlong": Signature(
         "DAPO's soft punishment of long responses: the reward falls by up to factor over the last "
@@ -199,9 +215,13 @@ _FUNCTIONS: dict[str, Signature] = {
         {"shaped": field_type(Axis.SAMPLES, "float", "reward less the punishment")},
         {
             "buffer": Option(
-                "int", description="tokens over which it falls; null: a fifth of max_tokens"
+                "int",
+                description="tokens over which it falls; null: a fifth of max_tokens",
+                rule=COUNT,
             ),
-            "factor": Option("float", 1.0, description="punishment of the longest responses"),
+            "factor": Option(
+                "float", 1.0, description="punishment of the longest responses", rule=above(0)
+            ),
         },
     ),
     "rotate_responses": Signature(
@@ -220,7 +240,7 @@ _FUNCTIONS: dict[str, Signature] = {
             "teacher_logprobs": takes(LOGPROBS, description="of the teacher"),
         },
         {"advantages": TOKEN_ADVANTAGES},
-        {"scale": Option("float", 1.0, description="of the advantages")},
+        {"scale": Option("float", 1.0, description="of the advantages", rule=above(0))},
     ),
     "kto_baseline": Signature(
         "KTO's baseline: the mean log-ratio of policy and reference on rotated responses, 0 at "

@@ -1,10 +1,22 @@
 """The rewards that a recipe may name without a path. No torch."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybridflow.recipe.registry import Registry
+from hybridflow.recipe.rules import (
+    COUNT,
+    HEADERS,
+    INDEX,
+    MODEL_FOLDER,
+    NOT_EMPTY,
+    REGEX,
+    SCHEMA,
+    URL,
+    VARIABLE,
+    above,
+    at_least,
+)
 from hybridflow.recipe.signature import Option
 
 
@@ -17,18 +29,6 @@ class RewardEntry:
     token_level: bool = False
 
 
-def _at_least(least: float) -> Callable[[float], str | None]:
-    return lambda value: None if value >= least else f"must be {least:g} or more, not {value!r}"
-
-
-def _regex(pattern: str) -> str | None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return f"is no regular expression: {error}"
-    return None
-
-
 _REWARDS: dict[str, RewardEntry] = {
     "exact_match": RewardEntry(
         "1 when the response is the answer, letter for letter",
@@ -38,24 +38,30 @@ _REWARDS: dict[str, RewardEntry] = {
         "1 when a regular expression matches the whole response",
         {
             "pattern": Option(
-                "str", required=True, description="a Python regular expression", rule=_regex
+                "str", required=True, description="what the whole response matches", rule=REGEX
             )
         },
     ),
     "http": RewardEntry(
         "what a service gives, asked over HTTP",
         {
-            "url": Option("str", required=True, description="where samples are posted"),
-            "batch": Option("int", 32, description="most samples of one request"),
-            "calls_at_once": Option("int", 4, description="most requests under way"),
-            "headers": Option("mapping", description="sent with each request"),
+            "url": Option("str", required=True, description="where samples are posted", rule=URL),
+            "batch": Option("int", 32, description="most samples of one request", rule=COUNT),
+            "calls_at_once": Option("int", 4, description="most requests under way", rule=COUNT),
+            "headers": Option("mapping", description="sent with each request", rule=HEADERS),
             "token_env": Option(
-                "str", description="environment variable with a token, sent as `Bearer`"
+                "str",
+                description="environment variable with a token, sent as `Bearer`",
+                rule=VARIABLE,
             ),
             "timeout_seconds": Option(
-                "float", description="deadline of each try; null: a share of what is left"
+                "float",
+                description="deadline of each try; null: a share of what is left",
+                rule=above(0, 1e7),
             ),
-            "retries": Option("int", 2, description="tries after the first one, in time"),
+            "retries": Option(
+                "int", 2, description="tries after the first one, in time", rule=INDEX
+            ),
             "send_row": Option("bool", False, description="also send the row of data"),
         },
         token_level=True,
@@ -63,51 +69,63 @@ _REWARDS: dict[str, RewardEntry] = {
     "json_schema": RewardEntry(
         "1 when the response is JSON that a schema allows",
         {
-            "schema": Option("mapping", description="the schema; null: the row's answer"),
-            "tag": Option("str", description="look only within the last `<tag>`"),
+            "schema": Option(
+                "mapping", description="the schema; null: the row's answer", rule=SCHEMA
+            ),
+            "tag": Option("str", description="look only within the last `<tag>`", rule=NOT_EMPTY),
         },
     ),
     "length": RewardEntry(
         "1 up to a number of characters, then falling to 0",
         {
             "budget": Option(
-                "int", required=True, description="characters that cost nothing", rule=_at_least(1)
+                "int", required=True, description="characters that cost nothing", rule=COUNT
             ),
             "slack": Option(
-                "int", 0, description="characters over which the reward falls", rule=_at_least(0)
+                "int", 0, description="characters over which the reward falls", rule=INDEX
             ),
         },
     ),
     "math": RewardEntry(
         "1 when the response's expression equals the answer's, by math-verify",
-        {"tag": Option("str", description="look only within the last `<tag>`")},
+        {"tag": Option("str", description="look only within the last `<tag>`", rule=NOT_EMPTY)},
     ),
     "number_match": RewardEntry(
         "1 when the last number of the response is that of the answer",
         {
             "tolerance": Option(
-                "float", 0.0, description="largest difference that is equal", rule=_at_least(0)
+                "float", 0.0, description="largest difference that is equal", rule=at_least(0)
             )
         },
     ),
     "reasoning_gym": RewardEntry(
         "the score of reasoning-gym's own scorer for the row's task",
-        {"tag": Option("str", description="score only what stands within the last `<tag>`")},
+        {
+            "tag": Option(
+                "str", description="score only what stands within the last `<tag>`", rule=NOT_EMPTY
+            )
+        },
     ),
     "reward_model": RewardEntry(
         "the logit of a transformers model of a local folder",
         {
-            "path": Option("str", required=True, description="the model's folder"),
-            "batch": Option("int", 8, description="most samples of one forward pass"),
-            "label": Option("int", description="which logit, where there are several"),
+            "path": Option(
+                "str", required=True, description="the model's folder", rule=MODEL_FOLDER
+            ),
+            "batch": Option("int", 8, description="most samples of one forward pass", rule=COUNT),
+            "label": Option("int", description="which logit, where there are several", rule=INDEX),
             "dtype": Option(
                 "str", "float32", choices=("float32", "bfloat16"), description="of the weights"
             ),
             "max_tokens": Option(
-                "int", description="most tokens of a sample; null: the model's positions"
+                "int",
+                description="most tokens of a sample; null: the model's positions",
+                rule=COUNT,
             ),
             "chat_column": Option(
-                "str", description="column for the model's own chat template; null: plain text"
+                "str",
+                description="column for the model's own chat template; null: plain text",
+                rule=NOT_EMPTY,
             ),
             "suffix": Option("str", "", description="text that follows the response"),
         },

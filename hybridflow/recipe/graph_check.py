@@ -233,7 +233,9 @@ def _option_faults(node: Node, known: Signature) -> Iterator[Fault]:
             what = f"node '{node.name}' has an unknown key '{name}'"
             yield Fault(node.origin, what, hint(name, [*NODE_KEYS, *known.options]))
         elif problem := option.problem(value):
-            fix = hint(str(value), option.choices) if option.choices else f"give a {option.dtype}"
+            fix = f"{name}: {option.dtype}, {option.description}"
+            if option.choices:
+                fix = hint(str(value), option.choices)
             yield Fault(node.origin, f"`{name}` of node '{node.name}' {problem}", fix)
     for name, option in known.options.items():
         if option.required and name not in node.options:

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from hybridflow.recipe.registry import Registry
+from hybridflow.recipe.rules import LARGEST as LARGEST
 from megatron_bridge.convert.sizes import parse_bytes
-
-LARGEST = 2**31 - 1  # what every library behind the recipe can count to
 
 
 class Wrong(ValueError):

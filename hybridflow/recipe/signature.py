@@ -1,10 +1,12 @@
 """What a call or a function takes, gives and can be told."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridflow.recipe.axes import FieldType
+from hybridflow.recipe.rules import Rule
 
 RoleKind = Literal["model", "value", "rollout", "reward"]
 """``model``: a Megatron model that ends in the vocabulary; ``value``: in one number a token."""
@@ -30,7 +32,7 @@ class Option:
     """A further key of a node or a parameter of a reward.
 
     Attributes:
-        rule: what else is wrong with a value of the right type, in words; None: nothing.
+        rule: what a value of the right type must hold beside; numbers are finite in any case.
     """
 
     dtype: Literal["str", "int", "float", "bool", "list of float", "mapping"]
@@ -38,7 +40,7 @@ class Option:
     required: bool = False
     choices: tuple[str, ...] = ()
     description: str = ""
-    rule: Callable[[Any], str | None] | None = None
+    rule: Rule | None = None
 
     def problem(self, value: Any) -> str | None:
         """Why ``value`` does not fit, or None; null fits where it is the default."""
@@ -46,9 +48,16 @@ class Option:
             return None
         if not _fits(self.dtype, value):
             return f"must be {self.dtype}, not {value!r}"
+        if any(not math.isfinite(number) for number in _numbers(value)):
+            return f"must be finite, not {value!r}"
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}, not {value!r}"
         return None if self.rule is None else self.rule(value)
+
+
+def _numbers(value: Any) -> list[float]:
+    values = value if isinstance(value, list) else [value]
+    return [number for number in values if isinstance(number, float)]
 
 
 def _fits(dtype: str, value: Any) -> bool:

@@ -152,7 +152,7 @@ def test_prime_reads_both_kinds_of_settings(workspace: Path):
 LOOPS = [
     ("finished, rewards]", "rewards]", "puts out `kept_finished` without taking `finished`"),
     ("out: [shaped]", "out: [shaped], buffer: 5", "5 tokens, does not lie within roles.rollout"),
-    ("out: [shaped]", "out: [shaped], buffer: 0", "0 tokens, does not lie within roles.rollout"),
+    ("out: [shaped]", "out: [shaped], buffer: 0", "must be 1 or more, not 0"),
 ]
 
 

@@ -93,7 +93,11 @@ SETTINGS = [
     ("roles.reward={functions: {a: {function: exact_mach}}}", "unknown reward", "'exact_match'?"),
     ("roles.reward={functions: {a: {_target_: length, slak: 1, budget: 2}}}", "'slak'", "'slack'?"),
     ("roles.reward={_target_: length, budget: 0}", "budget` must be 1 or more", "cost nothing"),
-    ("roles.reward={_target_: format_regex, pattern: '('}", "no regular expression", "Python"),
+    (
+        "roles.reward={_target_: format_regex, pattern: '('}",
+        "must be a Python regular expression",
+        "whole",
+    ),
     ("roles.reward={_target_: number_match, tolerance: -1}", "must be 0 or more", "difference"),
     ("roles.reward.timeout_seconds=5", "a sample may take 10 s", "at least 10"),
     (

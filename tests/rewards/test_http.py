@@ -169,7 +169,7 @@ def test_values_for_tokens(judge):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"url": "ftp://judge/"}, "url must be http"),
+        ({"url": "ftp://judge/"}, "must be http"),
         ({"url": "http://me:word@judge/"}, "without a password"),
         ({"url": "http://judge/", "token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"url": "http://judge/", "batch": 0}, "1 or more"),

@@ -182,7 +182,7 @@ def loop_faults(context: Context) -> Iterator[Fault]:
 
 def _buffer_faults(node: Node, longest: int) -> Iterator[Fault]:
     buffer = node.options.get("buffer")
-    if isinstance(buffer, int) and not 1 <= buffer <= longest:
+    if isinstance(buffer, int) and buffer > longest:
         what = f"the buffer of node '{node.name}', {buffer} tokens, does not lie within "
         what += f"roles.rollout.sampling.max_tokens, {longest}"
         yield Fault(node.origin, what, "let it be between 1 and max_tokens")
