@@ -62,7 +62,8 @@ def description(folder: Path) -> dict[str, Any]:
 def config_of(told: Mapping[str, Any], hf_config: HfConfig) -> HfConfig:
     """The config of the model in a checkpoint: that of a critic on a base model has its head."""
     needs_head = told.get("head") == "value" and not has_value_head(hf_config)
-    return translation.with_value_head(hf_config) if needs_head else hf_config
+    bias = bool(told.get("score_bias"))
+    return translation.with_value_head(hf_config, bias=bias) if needs_head else hf_config
 
 
 @dataclass(frozen=True)

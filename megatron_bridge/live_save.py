@@ -2,8 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ def save_pretrained(
     destination: str | Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model's weights, config, tokenizer and generation settings to ``destination``.
 
@@ -39,6 +41,7 @@ def save_pretrained(
         source_folder: the HuggingFace folder whose config, tokenizer and generation files go along.
         destination: the folder to write.
         shard_bytes: most bytes of one safetensors file.
+        changes: fields that config.json is to have beside the model's own, or in their place.
 
     Raises:
         ValueError: when ``source_folder`` has no config.json; on rank 0, when ``destination`` is
@@ -53,7 +56,8 @@ def save_pretrained(
     weights = export_weights(model, config)
     if dist.get_rank() == 0:
         try:
-            _write(weights, source, destination, config, made.dtype, shard_bytes)
+            told = plain_config(config, made.dtype) | dict(changes or {})
+            _write(weights, source, destination, _infos(config, made.dtype), told, shard_bytes)
         except Exception:
             for _ in weights:
                 pass  # peers are sending: they come to the end, and learn of it there
@@ -78,8 +82,8 @@ def _write(
     weights: Iterator[tuple[str, Tensor]],
     source: Path,
     destination: Path,
+    infos: dict[str, TensorInfo],
     config: HfConfig,
-    dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
     _check_replaceable(destination)
@@ -87,13 +91,13 @@ def _write(
     aside = destination.with_name(f".{destination.name}.writing-{os.getpid()}")
     aside.mkdir()
     try:
-        folder = SafetensorsFolder.create(aside, _infos(config, dtype), shard_bytes=shard_bytes)
+        folder = SafetensorsFolder.create(aside, infos, shard_bytes=shard_bytes)
         left = set(folder.tensors())
         for name, tensor in weights:
             folder.write(name, whole(tuple(tensor.shape)), tensor)
             left.remove(name)
         assert not left, f"the export lacks {sorted(left)}"
-        folder.finish(plain_config(config, dtype), source)
+        folder.finish(config, source)
         _put_in_place(aside, destination)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

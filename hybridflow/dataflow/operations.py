@@ -145,7 +145,9 @@ def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext
 
 def _score_by_model(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     told = batch.select(["prompts", "responses"])
-    return around.team.groups[str(node.role)].run(ModelWorker.score, told)
+    return around.team.groups[str(node.role)].run(
+        ModelWorker.score, told, node.options.get("pooling", "last")
+    )
 
 
 def _values(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:

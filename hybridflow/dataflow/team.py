@@ -268,8 +268,16 @@ class Team:
         for role in (role for role in roles if role in self.groups):
             name = folder.name if role == ACTOR else f"{folder.name}_{role}"
             folders.append(folder.with_name(name))
-            self.groups[role].run(ModelWorker.save_pretrained, str(folders[-1]))
+            self.groups[role].run(
+                ModelWorker.save_pretrained, str(folders[-1]), self._scores_tokens(role)
+            )
         return folders
+
+    def _scores_tokens(self, role: str) -> bool:
+        """Whether a reward model learns scores of tokens."""
+        graphs = [stage.graph for stage in self._plan.stages]
+        updates = [n for g in graphs for n in g.nodes if (n.role, n.call) == (role, "update")]
+        return any(node.options["loss"] == "bradley_terry_token" for node in updates)
 
     def close(self) -> None:
         """Remove written versions, take no more requests; the session ends the workers."""

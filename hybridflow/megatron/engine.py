@@ -26,7 +26,7 @@ from hybridflow.megatron.config import (
     ValueLossSettings,
 )
 from hybridflow.megatron.full_kl import ReferenceHead
-from hybridflow.megatron.head import VALUE, VOCABULARY, model_config
+from hybridflow.megatron.head import VALUE, VOCABULARY, exported_head, model_config
 from hybridflow.megatron.lockstep import global_normalisers, in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
@@ -36,6 +36,7 @@ from hybridflow.megatron.step import PackedModel, PackLoss
 from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
 from megatron_bridge import live
 from megatron_bridge.engine_files import PARAMETERS
+from megatron_bridge.registry import has_score_bias
 from megatron_bridge.runtime import device, parallel
 
 _Passes = LossSettings | ValueLossSettings
@@ -332,10 +333,12 @@ class Engine:
         live.load_weights(self._core, folder)
         self._keep_reference_head()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the model in HuggingFace format, with the source's tokenizer."""
+    def save_pretrained(self, folder: str | Path, *, by_token: bool = False) -> None:
+        """Writes the model in HuggingFace format, with the source's tokenizer; ``by_token``: its
+        scores are of tokens, so as a ``*ForTokenClassification``."""
         self.switch_to_training()
-        live.save_pretrained(self._core, self.config.model_path, folder)
+        changes = exported_head(self._hf_config, by_token)
+        live.save_pretrained(self._core, self.config.model_path, folder, changes=changes)
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes weights, optimizer state and counters, whole or not at all."""
@@ -349,6 +352,7 @@ class Engine:
                 "dtype": str(self.config.dtype),
                 "model": str(Path(self.config.model_path).resolve()),
                 "head": self.config.head,
+                "score_bias": has_score_bias(self._hf_config),
             },
             self._experts(),
         )

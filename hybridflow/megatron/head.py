@@ -6,7 +6,7 @@ from typing import Any
 from megatron_bridge import live
 from megatron_bridge.huggingface import value_heads
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
-from megatron_bridge.registry import has_value_head, labels
+from megatron_bridge.registry import architecture, has_score_bias, has_value_head, labels
 
 VOCABULARY, VALUE = "vocabulary", "value"
 
@@ -38,3 +38,25 @@ def model_config(folder: str | Path, head: str) -> tuple[dict[str, Any], bool]:
             f"{folder} ends in scores, not in the vocabulary; use it in a role with `head: value`"
         )
     return dict(config), False
+
+
+def exported_head(config: dict[str, Any], by_token: bool) -> dict[str, Any]:
+    """Fields of config.json with which transformers reads an exported model's scores as they were
+    trained.
+
+    A sequence's score is the value after its last token, which transformers looks for before the
+    first token of padding: where padding is the end token, it would read the value before the end.
+    Without an id of padding it reads the last one, of one response at a time.
+
+    Args:
+        config: of the model.
+        by_token: whether a response's score was the mean over its tokens.
+    """
+    if not has_value_head(config) or has_score_bias(config):
+        return {}
+    if by_token:
+        name = architecture(config).token_classifier_name
+        return {"architectures": [name], "token_classification_bias": False}
+    ends, pad = config.get("eos_token_id"), config.get("pad_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    return {"pad_token_id": None} if pad is not None and pad in ends else {}

@@ -209,7 +209,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         {"values": VALUES},
     ),
     ("value", "score"): Signature(
-        "Score every response with a reward model: the value after its last token.",
+        "Score every response with a reward model.",
         {
             "prompts": takes(PROMPTS),
             "answers": takes(
@@ -218,6 +218,15 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "responses": takes(RESPONSES),
         },
         _SCORES,
+        {
+            "pooling": Option(
+                "str",
+                "last",
+                choices=("last", "mean"),
+                description="the value after the last token, or the mean of those after each "
+                "token, as the loss bradley_terry_token trains it",
+            )
+        },
     ),
     ("value", "update"): Signature(
         "Take the optimizer steps of one training step: epochs x mini-batches.",

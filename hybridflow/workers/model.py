@@ -88,12 +88,13 @@ class ModelWorker:
         )
 
     @transfer(DATA_PARALLEL)
-    def score(self, batch: Batch) -> Batch | None:
-        """rewards (samples, float32): the value after the last token of each response."""
+    def score(self, batch: Batch, pooling: str = "last") -> Batch | None:
+        """rewards (samples, float32): the value after the last token of each response, or with
+        ``pooling="mean"`` the mean of the values after each of its tokens."""
         scored = self.values(with_next_token(batch))
         if scored is None:
             return None
-        rewards_S = scored["values"].values[scored["values"].offsets[1:] - 1].clone()
+        rewards_S = pooled(scored["values"], pooling)
         if not rewards_S.isfinite().all():
             sample = int((~rewards_S.isfinite()).nonzero()[0])
             raise ValueError(
@@ -203,9 +204,10 @@ class ModelWorker:
         self._engine.load_pretrained(Path(folder))
 
     @transfer(ONE_TO_ALL)
-    def save_pretrained(self, folder: str) -> None:
-        """Write the model in HuggingFace format; whole or absent."""
-        self._engine.save_pretrained(Path(folder))
+    def save_pretrained(self, folder: str, by_token: bool = False) -> None:
+        """Write the model in HuggingFace format; whole or absent. ``by_token``: its scores are of
+        tokens."""
+        self._engine.save_pretrained(Path(folder), by_token=by_token)
 
     def close(self) -> None:
         """Leave the process group; the last model of the process closes it."""
@@ -219,6 +221,16 @@ class ModelWorker:
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
+
+
+def pooled(values: Ragged, pooling: str) -> torch.Tensor:
+    """``[S]`` a response's score of its values, the first of which stands before its tokens."""
+    if pooling == "last":
+        return values.values[values.offsets[1:] - 1].clone()
+    first_S = values.values[values.offsets[:-1]]
+    owner_T = torch.repeat_interleave(torch.arange(len(values)), values.lengths)
+    sums_S = torch.zeros_like(first_S).index_add(0, owner_T, values.values)
+    return (sums_S - first_S) / (values.lengths - 1).clamp(min=1)
 
 
 def with_next_token(batch: Batch) -> Batch:

@@ -106,7 +106,7 @@ def test_what_check_says(write_recipe, tmp_path):
     (found,) = faults(write_recipe, "dpo", REFERENCE, "algorithm.preference.target_margin=0.1")
     assert "target_margin does nothing" in found and "simpo" in found
     (found,) = faults(write_recipe, "simpo", "algorithm.aggregation=sequence_mean_token_mean")
-    assert "algorithm.aggregation does nothing: the loss 'simpo' is of whole responses" in found
+    assert "algorithm.aggregation does nothing: no loss of the dataflow is of tokens" in found
     path = tmp_path / "flow.yaml"
     path.write_text(
         "inputs: [prompts, targets]\nnodes:\n  update:\n    {role: actor, call: update, "

@@ -1,17 +1,25 @@
 """Reward models: pairs, margins, both heads, and a folder that transformers scores with."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from hybridflow.algorithms.losses.reward_model import METRICS, SCORE_LOSSES, bradley_terry
+from hybridflow.batch import Ragged
 from hybridflow.data import load_dataset
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.load import load_recipe, read_draft
+from hybridflow.workers.model import pooled
 from tests.data.settings import Settings
 
 ROLES = "roles={reward: {head: value, optimizer: {lr: 3.0e-3}, micro_batch_tokens: 60}}"
@@ -32,21 +40,42 @@ def test_by_hand_and_in_double_precision():
     assert set(SCORE_LOSSES) == set(catalogue.SCORE_LOSSES)
 
 
-def test_it_learns_and_transformers_gives_the_same_scores(run_recipe, assets: Path, tmp_path: Path):
-    steps = run_recipe("reward_model", ROLES, "steps=6")
+def held_out_pairs(assets: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response of the first seven held-out pairs, the chosen one first."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "plain")
+    dataset = load_dataset(Settings(), tokenizer, assets / "eval.jsonl", ("prompts", "pairs"))
+    rows = [dataset.row(index) for index in range(7)]
+    return [(row.prompt_ids, ids) for row in rows for ids in (row.chosen_ids, row.rejected_ids)]
+
+
+def assert_these(step: dict[str, float], scores_S: torch.Tensor) -> None:
+    """The held-out metrics are those of transformers' scores."""
+    exact = bradley_terry(scores_S)
+    assert step["eval/loss"] == pytest.approx(exact.loss_N.mean().item(), rel=1e-4)
+    for name, values in exact.metrics.items():
+        assert step[f"eval/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", ["its own", "the end"])
+def test_it_learns_and_transformers_gives_the_same_scores(
+    run_recipe, assets: Path, tmp_path: Path, pad: str
+):
+    """Where padding is the end token, transformers would take the end for padding."""
+    base = tmp_path / "base"
+    shutil.copytree(assets / "plain", base)
+    config = json.loads((base / "config.json").read_text())
+    if pad == "the end":
+        config["pad_token_id"] = config["eos_token_id"]
+    (base / "config.json").write_text(json.dumps(config))
+    steps = run_recipe("reward_model", ROLES, f"model.path={base}", "steps=6")
     assert steps[-1]["eval/loss"] < math.log(2) and steps[-1]["eval/reward_accuracy"] > 0.5
     (folder,) = tmp_path.glob("run/export*")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(assets / "plain")
-    dataset = load_dataset(Settings(), tokenizer, assets / "eval.jsonl", ("prompts", "pairs"))
-    scores = []
-    for row in (dataset.row(index) for index in range(7)):
-        for ids in (row.chosen_ids, row.rejected_ids):
-            scores.append(model(torch.tensor([row.prompt_ids + ids])).logits[0, 0])
-    exact = bradley_terry(torch.stack(scores).detach())
-    assert steps[-1]["eval/loss"] == pytest.approx(exact.loss_N.mean().item(), rel=1e-4)
-    for name, values in exact.metrics.items():
-        assert steps[-1][f"eval/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
+    assert (model.config.pad_token_id is None) == (pad == "the end")
+    with torch.no_grad():
+        pairs = held_out_pairs(assets)
+        scores = [model(torch.tensor([prompt + ids])).logits[0, 0] for prompt, ids in pairs]
+    assert_these(steps[-1], torch.stack(scores))
 
 
 def test_what_check_says(write_recipe):
@@ -57,23 +86,47 @@ def test_what_check_says(write_recipe):
     path = write_recipe("reward_model")
     assert faults(ROLES) == []
     found = faults()  # with an actor alone
-    assert found and all("the role 'reward', which the recipe lacks" in fault for fault in found)
+    assert any("the role 'reward', which the recipe lacks" in fault for fault in found)
     (found,) = faults(ROLES, "roles.reward.optimizr={lr: 1.0e-3}")
     assert "`roles.reward.optimizr`" in found and "did you mean 'optimizer'" in found
     found = faults(ROLES, "roles.reward.optimizer=null")
     assert any("would update the role 'reward', which is frozen" in fault for fault in found)
     found = faults(ROLES, "dataflow=sft")
-    assert found and all("the role 'actor', which the recipe lacks" in fault for fault in found)
+    assert any("the role 'actor', which the recipe lacks" in fault for fault in found)
 
 
-@pytest.mark.slow
-def test_a_score_of_every_token_and_margins(run_recipe, tmp_path: Path):
+BY_TOKEN = """
+inputs: [prompts, pairs, margins, eval_prompts, eval_pairs]
+nodes:
+  update:
+    role: reward
+    call: update
+    in: [prompts, {responses: pairs}, margins]
+    loss: bradley_terry_token
+  held_out:
+    role: reward
+    call: evaluate
+    in: [{prompts: eval_prompts}, {responses: eval_pairs}]
+    loss: bradley_terry_token
+    after: [update]
+    every: evaluation
+"""
+
+
+def test_a_score_of_every_token_and_margins(run_recipe, assets: Path, tmp_path: Path):
     path = tmp_path / "token.yaml"
-    path.write_text(
-        "inputs: [prompts, pairs, margins]\nnodes:\n  update:\n    {role: reward, call: update, "
-        "in: [prompts, {responses: pairs}, margins], loss: bradley_terry_token}\n"
-    )
-    overrides = (f"dataflow={path}", "evaluation=null", "steps=6", "data.prompts_per_step=24")
+    path.write_text(BY_TOKEN)
+    overrides = (f"dataflow={path}", "steps=6", "data.prompts_per_step=24")
     steps = run_recipe("reward_model", ROLES, *overrides)
-    losses = [step[key] for step in steps for key in step if key.endswith("/loss")]
-    assert losses[-1] < losses[0]
+    assert steps[-1]["reward/loss"] < steps[0]["reward/loss"]
+    (folder,) = tmp_path.glob("run/export*")
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    with torch.no_grad():
+        pairs = held_out_pairs(assets)
+        scores = [model(torch.tensor([p + ids])).logits[0, len(p) :, 0].mean() for p, ids in pairs]
+    assert_these(steps[-1], torch.stack(scores))
+
+
+def test_scores_of_values():
+    values = Ragged.from_rows([[9.0, 1.0, 3.0], [9.0, 5.0]])
+    assert pooled(values, "last").tolist() == [3, 5] and pooled(values, "mean").tolist() == [2, 5]

@@ -234,9 +234,15 @@ def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Pa
     (fault,) = found(CONFIG)
     assert "judge has no trained head, so its scores would be random" in fault
     for name in ("Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"):
-        (fault,) = found(config | {"architectures": [name], "num_labels": 2})
-        assert "judge ends in 2 scores, and a value head in one" in fault
+        faults = found(config | {"architectures": [name], "num_labels": 2})
+        assert any("judge ends in 2 scores, and a value head in one" in f for f in faults)
+    (fault,) = found(config | {"architectures": ["Qwen3ForTokenClassification"]})
+    assert "scores are of tokens" in fault and "`pooling: mean`" in fault
+    (workspace / "judged.yaml").write_text(
+        judged.replace("out: [rewards]}", "out: [rewards], pooling: mean}", 1)
+    )
     assert found(config | {"architectures": ["Qwen3ForTokenClassification"]}) == []
+    (workspace / "judged.yaml").write_text(judged)
     head = {"v_head.summary.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}
     (workspace / "judge/model.safetensors").write_bytes(safetensors_of(head))
     assert found(CONFIG) == [], "a head of TRL's, beside the vocabulary"

@@ -11,6 +11,7 @@ from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.model import has_separate_head
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.graph import Node
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema_rewards import FunctionSection, RewardSection
 
@@ -203,6 +204,7 @@ def model_faults(context: Context) -> Iterator[Fault]:
         if not context.trusts(f"roles.{role}"):
             continue
         yield from _head_faults(context, role)
+        yield from _pooling_faults(context, role, [n for n in nodes if n.role == role])
         section = recipe.roles.models()[role]
         told = recipe.roles.rollout
         longest = recipe.data.max_prompt_tokens + 1 + (told.sampling.max_tokens if told else 0)
@@ -210,6 +212,21 @@ def model_faults(context: Context) -> Iterator[Fault]:
             key = f"roles.{role}.micro_batch_tokens"
             what = f"{key}={section.micro_batch_tokens} cannot hold the longest sample and its end"
             yield context.fault(key, what, f"set it to at least {longest}")
+
+
+def _pooling_faults(context: Context, role: str, nodes: list[Node]) -> Iterator[Fault]:
+    """A model of token scores, of which the graph does not say what a response's score is."""
+    path = Path(context.recipe.model_path(role))
+    try:
+        names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not any(str(name).endswith("ForTokenClassification") for name in names):
+        return
+    for node in (node for node in nodes if node.call == "score" and "pooling" not in node.options):
+        what = f"node '{node.name}' scores with {path}, whose scores are of tokens"
+        fix = "say which is a response's: `pooling: mean` (bradley_terry_token), or `pooling: last`"
+        yield Fault(node.origin, what, fix)
 
 
 def _head_faults(context: Context, role: str) -> Iterator[Fault]:
