@@ -159,8 +159,7 @@ class Team:
         return ValueLossSettings(
             name=name,
             clip=algorithm.value_clip or ValueLossSettings.clip,
-            aggregation=algorithm.aggregation,
-            loss_divisor=algorithm.loss_divisor or ValueLossSettings.loss_divisor,
+            aggregation=algorithm.value_aggregation,
             **self._passes(stage, role),
         )
 

@@ -128,13 +128,12 @@ class ValueLossSettings:
     Attributes:
         name: an entry of ``hybridflow.algorithms.VALUE_LOSSES``.
         clip: of the loss ``value_clip``.
-        aggregation, loss_divisor, mini_batches, epochs, lr_scale: as of ``LossSettings``.
+        aggregation, mini_batches, epochs, lr_scale: as of ``LossSettings``.
     """
 
     name: str = "value_clip"
     clip: float = 0.2
     aggregation: str = "token_mean"
-    loss_divisor: float = 1.0
     mini_batches: int = 1
     epochs: int = 1
     lr_scale: float = 1.0

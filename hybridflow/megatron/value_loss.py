@@ -52,7 +52,7 @@ def value_rows(
 ) -> ValueRows:
     """What one optimizer step reads of this rank's part of a mini-batch."""
     responses: Ragged = batch["responses"]
-    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths, loss.loss_divisor)
+    weights_T, normaliser = token_weights(loss.aggregation, responses.lengths)
     return ValueRows(
         packs=pack_rows(batch["prompts"], responses, max_tokens, share_prompts=share_prompts),
         weights_T=weights_T,

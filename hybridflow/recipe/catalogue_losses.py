@@ -112,9 +112,11 @@ VALUE_LOSSES = Registry(
             "half the squared error of the value or, where larger, of the value held within "
             "algorithm.value_clip of that before the update (PPO)",
             ("values", "returns"),
-            settings=("value_clip",),
+            settings=("value_clip", "value_aggregation"),
         ),
-        "value_mse": LossEntry("half the squared error of the value", ("returns",)),
+        "value_mse": LossEntry(
+            "half the squared error of the value", ("returns",), settings=("value_aggregation",)
+        ),
     },
 )
 

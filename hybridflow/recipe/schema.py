@@ -280,6 +280,14 @@ class AlgorithmSection(Section):
         description="of the loss `value_clip`: how far a new value may be from that before the "
         "update; null: 0.2",
     )
+    value_aggregation: Annotated[
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"],
+        named(catalogue_losses.AGGREGATIONS),
+    ] = Field(
+        default="token_mean",
+        description="how a critic's losses of tokens become one number; `aggregation` is the "
+        "policy's alone",
+    )
     critic_warmup_steps: int = Field(
         default=0,
         ge=0,
@@ -296,7 +304,7 @@ class AlgorithmSection(Section):
     aggregation: Annotated[
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
         named(catalogue_losses.AGGREGATIONS),
-    ] = Field(default="token_mean", description="how token losses become one number")
+    ] = Field(default="token_mean", description="how a policy's token losses become one number")
     loss_divisor: Positive | None = Field(
         default=None,
         description="tokens by which the aggregation `constant` divides a response's sum, such as "

@@ -93,6 +93,8 @@ IDLE = [
     (["algorithm.gae={lam: 0.9}"], "algorithm.gae does nothing: the dataflow has no gae"),
     (["algorithm.preference.beta=0.2"], "loss of it, and the dataflow has no prime"),
     (["algorithm.preference.odds_weight=0.2"], "use a loss that reads it: orpo."),
+    (["algorithm.value_aggregation=seq-mean-token-mean"], "use a loss that reads it: value_clip"),
+    (["dataflow=ppo", CRITIC, "algorithm.value_aggregation=sequence_mean_token_sum"], None),
     (["checkpoint={keep: 3}"], "checkpoint.every is null, so there are no checkpoints"),
     (["roles.rollout.python=x"], "python does nothing: the local engine runs in the driver's"),
     (["roles.second={function: exact_match}"], "roles.second does nothing: no node of the dataf"),

@@ -83,7 +83,7 @@ def _column(key: str) -> Reader:
 
 _POLICY = "no update of the dataflow has a loss with advantages"
 _SAMPLED = "no update of the dataflow has a loss of tokens that were sampled"
-_TOKENS = "no loss of the dataflow is of tokens or values"
+_TOKENS = "no loss of the dataflow is of a policy's tokens"
 _UNTRAINED = "no node of a stage that reads it updates the role"
 
 _DATA = {
@@ -120,7 +120,8 @@ _ALGORITHM = (
     {
         f"algorithm.{key}": _declared(key)
         for key in (
-            *("clip", "dual_clip", "value_clip", "normalize_by_std", "gae.gamma", "gae.lam"),
+            *("clip", "dual_clip", "value_clip", "value_aggregation"),
+            *("normalize_by_std", "gae.gamma", "gae.lam"),
             *("gae.whiten_rewards", "preference.beta", "preference.label_smoothing"),
             *("preference.target_margin", "preference.odds_weight", "preference.desirable_weight"),
             *("preference.undesirable_weight", "sapo", "lagrangian"),

@@ -99,8 +99,8 @@ def estimates_kl(use: Use) -> bool:
 
 
 def averages(use: Use) -> bool:
-    values = (str(node.options.get("loss")) for _, node in use.nodes(*LOOKS))
-    return any(use.token_losses(*LOOKS)) or any(name in VALUE_LOSSES for name in values)
+    """Whether a loss is of a policy's tokens."""
+    return any(use.token_losses(*LOOKS))
 
 
 def whitens(use: Use) -> bool:
