@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybridflow.data.conversation import encode_completion, encode_turns
+from hybridflow.data.conversation import Turns, encode_completion, encode_turns
+from hybridflow.data.messages import (
+    ASSISTANT,
+    SPOKEN,
+    Message,
+    kind,
+    read_messages,
+    trained_turns,
+)
 from hybridflow.data.readers import Table, raise_faults
-from hybridflow.data.rendering import DataSettings, Renderer, check_messages
+from hybridflow.data.rendering import DataSettings, Renderer, as_messages
 from hybridflow.recipe.names import hint
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _ROWS_AT_ONCE = 1024
+_MOST = 3.4e38  # of a float32
 ANSWER, CHOSEN, REJECTED = "answer", "chosen", "rejected"
 
 
@@ -49,7 +55,7 @@ def encode(
     """
     answered = bool(inputs & {"targets", "target_mask"})
     if "answers" in inputs or answered and settings.messages_column is None:
-        each_row(table, lambda row: _answer(row, settings.answer_column))
+        each_row(table, lambda row: of_column(row, settings.answer_column, _text))
     if settings.messages_column is not None and "pairs" not in inputs:
         encoded = _conversations(table, renderer, settings)
     else:
@@ -57,9 +63,10 @@ def encode(
         if "pairs" in inputs:
             encoded.responses |= _pairs(table, renderer, settings)
     if "labels" in inputs:
-        encoded.labels = each_row(table, lambda row: _label(row, settings.label_column))
+        encoded.labels = each_row(table, lambda row: of_column(row, settings.label_column, _label))
     if "margins" in inputs:
-        encoded.margins = each_row(table, lambda row: _number(row, settings.margin_column))
+        column = settings.margin_column
+        encoded.margins = each_row(table, lambda row: of_column(row, column, _margin))
     return encoded
 
 
@@ -79,14 +86,14 @@ def _prompts(table: Table, renderer: Renderer, settings: DataSettings, answered:
     """Prompts and, where they are asked for, the answers as a model would write them."""
 
     def read(row: dict[str, Any]) -> tuple[str, str]:
-        prompt = renderer.text(value_of(row, settings.prompt_column))
-        return prompt, _answer(row, settings.answer_column) if answered else ""
+        prompt = of_column(row, settings.prompt_column, renderer.text)
+        return prompt, of_column(row, settings.answer_column, _text) if answered else ""
 
     rows = each_row(table, read)
     texts = [prompt for prompt, _ in rows]
     encoded = Encoded(texts, _in_bulk(texts, renderer.encode))
     if answered:
-        answers = _in_bulk([answer for _, answer in rows], _plain(renderer.tokenizer))
+        answers = _in_bulk([answer for _, answer in rows], renderer.encode_answers)
         encoded.responses[ANSWER] = [[*ids, renderer.eos_token_id] for ids in answers]
     return encoded
 
@@ -94,9 +101,11 @@ def _prompts(table: Table, renderer: Renderer, settings: DataSettings, answered:
 def _conversations(table: Table, renderer: Renderer, settings: DataSettings) -> Encoded:
     """Conversations, cut before their first trained token into prompt and answer."""
     column = str(settings.messages_column)
-    turns = each_row(
-        table, lambda row: encode_turns(renderer, value_of(row, column), settings.turns)
-    )
+
+    def read(value: Any) -> Turns:
+        return encode_turns(renderer, value, settings.turns)
+
+    turns = each_row(table, lambda row: of_column(row, column, read))
     prompts = [turn.ids[: turn.first] for turn in turns]
     return Encoded(
         texts=renderer.tokenizer.batch_decode(prompts, skip_special_tokens=False),
@@ -109,37 +118,40 @@ def _conversations(table: Table, renderer: Renderer, settings: DataSettings) -> 
 def _pairs(table: Table, renderer: Renderer, settings: DataSettings) -> dict[str, list[list[int]]]:
     """The chosen and the rejected response of every row."""
     columns = {CHOSEN: settings.chosen_column, REJECTED: settings.rejected_column}
-    plain = _plain(renderer.tokenizer)
-
-    def response(row: dict[str, Any], column: str) -> list[int]:
-        prompt = value_of(row, settings.prompt_column)
-        text = _message(value_of(row, column), prompt, column)
-        if renderer.chat:
-            return encode_completion(renderer, prompt, text)
-        return [*plain([text])[0], renderer.eos_token_id]
 
     def read(row: dict[str, Any]) -> dict[str, list[int]]:
-        return {name: response(row, column) for name, column in columns.items()}
+        prompt = value_of(row, settings.prompt_column)
+
+        def response(value: Any) -> list[int]:
+            message = _message(value, prompt)
+            if renderer.chat:
+                return encode_completion(renderer, prompt, message)
+            if lost := [key for key in SPOKEN if message.get(key)]:
+                raise ValueError(f"it has `{lost[0]}`, which needs a chat template; none is used")
+            return [*renderer.encode_answers([message["content"]])[0], renderer.eos_token_id]
+
+        return {name: of_column(row, column, response) for name, column in columns.items()}
 
     rows = each_row(table, read)
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def _message(value: Any, prompt: Any, column: str) -> str:
-    """The text of a response: text, or messages of which the assistant's is the only new one."""
-    if isinstance(value, str):
-        return value
-    check_messages(value)
-    before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    messages = [(message["role"], message["content"]) for message in value]
-    told = [(message["role"], message["content"]) for message in before]
-    new = messages[len(told) :] if messages[: len(told)] == told else messages
-    if len(new) != 1 or new[0][0] != "assistant":
+def _message(value: Any, prompt: Any) -> Message:
+    """A response: text, or messages of which the assistant's is the only new one."""
+    if not isinstance(value, list):
+        return {"role": ASSISTANT, "content": _text(value)}
+    told = read_messages(value)
+    before = read_messages(as_messages(prompt))
+    new = told[len(before) :] if told[: len(before)] == before else told
+    if len(new) != 1 or new[0]["role"] != ASSISTANT:
+        roles = ", ".join(message["role"] for message in new)
         raise ValueError(
-            f"'{column}' must be text, or messages that end with one of the assistant's after "
-            f"those of the prompt; it has {len(new)} more: {', '.join(role for role, _ in new)}"
+            "it must be text, or messages that end with one of the assistant's after those of the "
+            f"prompt; it has {len(new)} more: {roles}"
         )
-    return new[0][1]
+    if not trained_turns(value)[-1]:
+        raise ValueError("the assistant's message has weight 0, and a pair is trained on")
+    return new[0]
 
 
 def value_of(row: Mapping[str, Any], column: str) -> Any:
@@ -149,31 +161,40 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
     return row[column]
 
 
-def _answer(row: dict[str, Any], column: str) -> str:
-    """An answer as a model would write it; null and nested values are none."""
-    answer = value_of(row, column)
-    if not isinstance(answer, str | int | float):
-        raise ValueError(f"the answer must be text or a number, not {answer!r}")
-    return str(answer)
-
-
-def _label(row: dict[str, Any], column: str) -> bool:
-    label = value_of(row, column)
-    if isinstance(label, bool) or (type(label) is int and label in (0, 1)):
-        return bool(label)
-    if isinstance(label, str) and label.strip().lower() in ("true", "false", "0", "1"):
-        return label.strip().lower() in ("true", "1")
-    raise ValueError(f"'{column}' must be true or false, not {label!r}")
-
-
-def _number(row: dict[str, Any], column: str) -> float:
+def of_column(row: Mapping[str, Any], column: str, read: Callable[[Any], Any]) -> Any:
+    """``read`` of the row's value; its ValueError with the column's name."""
+    value = value_of(row, column)
     try:
-        number = float(value_of(row, column))
-    except TypeError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"'{column}' must be a number, not {row[column]!r}")
-    return number
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"column '{column}': {error}") from error
+
+
+def _text(value: Any) -> str:
+    """An answer as a model would write it; null, nested values and no numbers are none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (is_number and math.isfinite(value)):
+        raise ValueError(f"it must be text or a number, not {kind(value)}")
+    return str(value)
+
+
+def _label(value: Any) -> bool:
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false", "0", "1"):
+        return value.strip().lower() in ("true", "1")
+    raise ValueError(f"it must be true or false, not {kind(value)}")
+
+
+def _margin(value: Any) -> float:
+    """By how much the chosen response is better: a number from 0 on that float32 holds."""
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        margin = math.nan
+    if not 0 <= margin <= _MOST:
+        raise ValueError(f"it must be a number of 0 or more, not {kind(value)}")
+    return margin
 
 
 def _in_bulk(texts: list[str], encode_texts: Callable[[list[str]], Any]) -> list[list[int]]:
@@ -182,8 +203,3 @@ def _in_bulk(texts: list[str], encode_texts: Callable[[list[str]], Any]) -> list
     for start in range(0, len(texts), _ROWS_AT_ONCE):
         ids.extend(encode_texts(texts[start : start + _ROWS_AT_ONCE]))
     return ids
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Any]:
-    """Encoder of answers: they follow a prompt, so no special token is added."""
-    return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -1,11 +1,16 @@
 """From a row's prompt (text or chat messages) to the text that the model will see."""
 
-from collections.abc import Mapping
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hybridflow.data.messages import ASSISTANT, REASONING, SPOKEN, Message, kind, read_messages
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""Marks of transformers around what the assistant writes."""
 
 
 class DataSettings(Protocol):
@@ -42,6 +47,8 @@ class Renderer:
 
     ``chat`` None means: use the template when the tokenizer has one. A row may bring its own
     system message; it then stands instead of the recipe's.
+
+    ``unread`` gathers keys of messages that the template does not read.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", settings: DataSettings) -> None:
@@ -50,6 +57,7 @@ class Renderer:
         self.eos_token_id = _eos(tokenizer)
         self.system = settings.system
         self.chat = has_template if settings.chat is None else settings.chat
+        self.unread: set[str] = set()
         if self.chat and not has_template:
             raise ValueError(
                 "data.chat is true, but the tokenizer has no chat template: "
@@ -60,6 +68,8 @@ class Renderer:
                 "data.system needs a chat template, and none is used: remove data.system, "
                 "or use a model whose tokenizer has a chat template"
             )
+        if self.chat:
+            _check_template(self.template)
 
     def text(self, prompt: Any) -> str:
         """The prompt as the model will see it, up to where its answer begins.
@@ -71,22 +81,35 @@ class Renderer:
             if isinstance(prompt, str):
                 return prompt
             raise ValueError(
-                f"the prompt is {_kind(prompt)}, but no chat template is used: it must be text"
+                f"it is {kind(prompt)}, but no chat template is used: the prompt must be text"
             )
         return self.render(self.messages(prompt), True)
 
-    def render(self, messages: list[dict[str, str]], prompts: bool) -> str:
+    def render(self, messages: list[Message], prompts: bool) -> str:
         """Messages through the template; ``prompts``: up to where the assistant's turn begins."""
-        rendered = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompts
-        )
+        rendered = self.apply(messages, tokenize=False, add_generation_prompt=prompts)
         assert isinstance(rendered, str)
         return rendered
 
-    @property
+    def apply(self, messages: list[Message], **options: Any) -> Any:
+        """The tokenizer's template over messages; ValueError when the template refuses them."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template is a program of its own
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template refuses messages of {roles}: {error}") from error
+
+    @cached_property
     def template(self) -> str:
         """The chat template's text."""
         return str(self.tokenizer.get_chat_template())
+
+    @cached_property
+    def opening(self) -> str:
+        """What the template writes before the assistant speaks; empty when it cannot be told."""
+        asked = [{"role": "user", "content": "?"}]
+        before, through = self.render(asked, False), self.render(asked, True)
+        return through.removeprefix(before) if through.startswith(before) else ""
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -98,43 +121,77 @@ class Renderer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts. A template writes its own special tokens, so none are
         added to what it wrote; plain text gets those that the tokenizer adds."""
-        encoded = self.tokenizer(texts, add_special_tokens=not self.chat)
+        return self._ids(texts, not self.chat)
+
+    def encode_answers(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts that follow a prompt, so that no special token is added."""
+        return self._ids(texts, False)
+
+    def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        # Not verbose: rows that are too long are counted here, without transformers' own warning.
+        encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)
         return encoded["input_ids"]  # type: ignore[return-value]
 
-    def messages(self, prompt: Any) -> list[dict[str, str]]:
+    def messages(self, prompt: Any) -> list[Message]:
         """A prompt as messages that end where the assistant is to answer."""
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        messages = self.conversation(prompt)
-        if messages[-1]["role"] == "assistant":
+        messages = self.conversation(as_messages(prompt))
+        if messages[-1]["role"] == ASSISTANT:
             raise ValueError(
                 "the prompt ends with a message of the assistant; the model is to write that one: "
                 "end it with the user's"
             )
         return messages
 
-    def conversation(self, messages: Any) -> list[dict[str, str]]:
-        """Messages of any roles, the recipe's system message before them."""
+    def conversation(self, value: Any) -> list[Message]:
+        """Messages of any roles, the recipe's system message before them.
+
+        Raises:
+            ValueError: they are none, or hold what the template would not show the model.
+        """
         if not self.chat:
             raise ValueError("conversations need a chat template, and none is used")
-        check_messages(messages)
-        messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+        messages = read_messages(value)
+        for position, message in enumerate(messages):
+            self._check_keys(position, message)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         return messages
 
+    def _check_keys(self, position: int, message: Message) -> None:
+        """What a turn says beside its content must be something that the template reads."""
+        read = self._words | (set(REASONING) if self._words & set(REASONING) else set())
+        unread = message.keys() - read
+        if lost := [key for key in SPOKEN if key in unread and message[key]]:
+            raise ValueError(
+                f"message {position} has `{lost[0]}`, which the chat template does not read, so "
+                "the model would not see it: take a tokenizer whose template reads it, or remove "
+                "the key from the data"
+            )
+        self.unread |= unread
 
-def check_messages(prompt: Any) -> None:
-    """ValueError when ``prompt`` is no list of messages with texts."""
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"the prompt must be text or a list of messages, not {_kind(prompt)}")
-    for position, message in enumerate(prompt):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise ValueError(
-                    f"message {position} of the prompt must be an object with texts `role` and "
-                    f"`content`, not {message!r}"
-                )
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        """Words of the template, among them the keys of messages that it reads."""
+        return frozenset(re.findall(r"\w+", self.template))
+
+
+def as_messages(prompt: Any) -> Any:
+    """A prompt that is text as the user's message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _check_template(template: str) -> None:
+    """ValueError when a chat template is not valid Jinja."""
+    import jinja2
+
+    plain = GENERATION.sub("", template)  # a tag that transformers adds to Jinja
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the tokenizer's chat template is not valid, line {error.lineno}: {error.message}; "
+            "restore it in the model's folder, or set data.chat to false"
+        ) from error
 
 
 def _eos(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -144,11 +201,3 @@ def _eos(tokenizer: "PreTrainedTokenizerBase") -> int:
             "set eos_token in the model folder's tokenizer_config.json"
         )
     return tokenizer.eos_token_id
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "empty (null)"
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return f"a {type(value).__name__}: {value!r}"[:80]

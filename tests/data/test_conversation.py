@@ -78,7 +78,7 @@ def test_the_recipes_system_message_is_no_turn(chatml):
 @pytest.mark.parametrize(
     ("template", "talk", "message"),
     [
-        (FORGETFUL, TALK, "renders message 1 or what stands before it otherwise"),
+        (FORGETFUL, TALK, "renders answer 1 or what stands before it otherwise"),
         (CHATML.replace("<|im_end|>", ""), TALK, "writes no special token after"),
         (MARKED, [*TALK, TALK[-1], *TALK], "no JSON object"),
         (CHATML, TALK[:1], "no message of the assistant"),
@@ -113,12 +113,116 @@ def test_rows_of_conversations(chatml, tmp_path):
 def test_faults_of_conversations_name_their_lines(chatml, tmp_path):
     path = write(tmp_path / "talks.jsonl", {"talk": TALK}, {"talk": TALK[:1]}, {"tolk": 1})
     settings = Settings(messages_column="talk")
-    with pytest.raises(ValueError, match=r"jsonl:2: the conversation.*\n.*jsonl:3: .*'tolk'"):
+    with pytest.raises(
+        ValueError, match=r"jsonl:2: column 'talk': the conversation.*\n.*jsonl:3: .*'tolk'"
+    ):
         load_dataset(settings, chatml, path, ("prompts", "targets"))
     with pytest.raises(ValueError, match="need a chat template"):
         load_dataset(Settings(messages_column="talk", chat=False), chatml, path, ("targets",))
     with pytest.raises(ValueError, match=r"no column 'talks' \(data.messages_column\).*'talk'"):
         load_dataset(Settings(messages_column="talks"), chatml, path, ("targets",))
+
+
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
+)
+CALL = {"role": "assistant", "tool_calls": [{"name": "1+2"}], "content": ""}
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+def test_what_a_turn_says_beside_its_content_is_read_or_refused(chatml, key):
+    said = {"role": "assistant", "content": "=2", key: [{"name": "1"}]}
+    with pytest.raises(ValueError, match=f"message 1 has `{key}`, which the chat template"):
+        encode_turns(Renderer(chatml, Settings()), [TALK[0], said], "all")
+    quiet = [TALK[0], said | {key: None, "name": "x"}]  # as Parquet fills up a message
+    renderer = Renderer(chatml, Settings())
+    assert trained_texts(chatml, encode_turns(renderer, quiet, "all")) == ["=2<|im_end|>"]
+    assert renderer.unread == {"name"}, "told, since it may matter"
+
+
+def test_calls_of_tools_are_trained_on(chatml, tmp_path):
+    chatml.chat_template = CALLING
+    renderer = Renderer(chatml, Settings())
+    turns = encode_turns(renderer, [TALK[0], CALL, *TALK[2:]], "all")
+    assert trained_texts(chatml, turns) == ["1+2<|im_end|>", "=4<|im_end|>"]
+    null = [TALK[0], CALL | {"content": None}]
+    assert trained_texts(chatml, encode_turns(renderer, null, "all")) == ["1+2<|im_end|>"]
+    path = write(tmp_path / "p.jsonl", {"prompt": "1", "chosen": [CALL], "rejected": "2"})
+    row = load_dataset(Settings(), chatml, path, PAIR).row(0)
+    assert chatml.decode(row.chosen_ids) == "1+2<|im_end|>"
+    with pytest.raises(ValueError, match="column 'chosen': it has `tool_calls`, which needs a"):
+        load_dataset(Settings(chat=False), chatml, path, PAIR)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_turn_of_weight_0_is_not_trained_on(chatml, template):
+    chatml.chat_template = template
+    renderer = Renderer(chatml, Settings(system="+"))
+    for key, value in (("weight", 0), ("train", False)):
+        talk = [TALK[0], TALK[1] | {key: value}, TALK[2], TALK[3] | {"weight": 1}]
+        assert trained_texts(chatml, encode_turns(renderer, talk, "all")) == ["=4<|im_end|>"]
+    for talk, turns, message in (
+        ([TALK[0], TALK[1] | {"weight": 0.5}], "all", "`weight` of message 1 is 0 or 1, not 0.5"),
+        ([TALK[0] | {"train": True}, TALK[1]], "all", "message 0, of the user, is marked"),
+        ([TALK[0], TALK[1] | {"weight": 0}], "all", "no message of the assistant to train on"),
+        ([*TALK[:3], TALK[3] | {"weight": 0}], "last", "the last message of the assistant has"),
+        ([TALK[0], TALK[1] | {"content": " "}], "all", "message 1, of the assistant, is empty"),
+    ):
+        assert turns in ("all", "last")
+        with pytest.raises(ValueError, match=message):
+            encode_turns(renderer, talk, turns)
+
+
+def test_content_in_parts_is_one_text(chatml):
+    parts = [{"type": "text", "text": "="}, {"type": "text", "text": "2"}]
+    turns = encode_turns(
+        Renderer(chatml, Settings()), [TALK[0], {"role": "assistant", "content": parts}], "all"
+    )
+    assert trained_texts(chatml, turns) == ["=2<|im_end|>"]
+    picture = {"role": "user", "content": [{"type": "image", "url": "x"}]}
+    with pytest.raises(ValueError, match="message 0 has content that is no text"):
+        encode_turns(Renderer(chatml, Settings()), [picture, TALK[1]], "all")
+
+
+def test_marks_without_the_end_of_a_turn(chatml):
+    chatml.chat_template = MARKED.replace(
+        "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+    )
+    with pytest.raises(ValueError, match="leave out the token that ends a turn"):
+        encode_turns(Renderer(chatml, Settings()), TALK, "all")
+    chatml.eos_token = "<|im_end|>"
+    turns = encode_turns(Renderer(chatml, Settings()), TALK, "all")
+    assert trained_texts(chatml, turns) == ["=2<|im_end|>", "=4<|im_end|>"]
+
+
+def test_the_end_of_a_thought_ends_no_turn(chatml):
+    chatml.chat_template = CHATML.replace("<|im_end|>", "")
+    talk = [TALK[0], {"role": "assistant", "content": "1<|im_end|>2"}]
+    with pytest.raises(ValueError, match="writes no special token after"):
+        encode_turns(Renderer(chatml, Settings()), talk, "all")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_conversation_may_begin_with_the_assistant(chatml, template):
+    chatml.chat_template = template
+    turns = encode_turns(Renderer(chatml, Settings()), TALK[1:], "all")
+    assert trained_texts(chatml, turns) == ["=2<|im_end|>", "=4<|im_end|>"]
+    chatml.chat_template = CHATML.partition("{% if")[0]  # nothing stands before an answer
+    with pytest.raises(ValueError, match="begins with the assistant, and the chat template does"):
+        encode_turns(Renderer(chatml, Settings()), TALK[1:], "all")
+
+
+def test_a_template_that_refuses_or_is_broken(chatml, tmp_path):
+    chatml.chat_template = "{{ raise_exception('roles must alternate') }}"
+    path = write(tmp_path / "talks.jsonl", {"talk": TALK})
+    settings = Settings(messages_column="talk")
+    with pytest.raises(ValueError, match=r"talks.jsonl:1: column 'talk': .*roles must alternate"):
+        load_dataset(settings, chatml, path, ("targets",))
+    chatml.chat_template = "{% for m in %}"
+    with pytest.raises(ValueError, match=r"template is not valid, line 1: Expected an expression"):
+        load_dataset(settings, chatml, path, ("targets",))
 
 
 PAIR = ("prompts", "pairs")
@@ -150,7 +254,9 @@ def test_pairs_of_messages_end_as_the_template_ends_them(chatml, tmp_path):
     ]
     assert ends == [["2<|im_end|>", "3<|im_end|>"], ["=4<|im_end|>", "5<|im_end|>"]]
     broken = write(tmp_path / "more.jsonl", {"prompt": "1", "chosen": TALK, "rejected": "2"})
-    with pytest.raises(ValueError, match=r"more.jsonl:1: 'chosen' must be text, or messages"):
+    with pytest.raises(
+        ValueError, match=r"more.jsonl:1: column 'chosen': it must be text, or messages"
+    ):
         load_dataset(Settings(), chatml, broken, PAIR)
 
 
@@ -169,5 +275,7 @@ def test_labels_margins_and_lengths(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"all 4 rows have more than data.max_tokens=2"):
         load_dataset(Settings(max_tokens=2), tokenizer, path, ("prompts", "targets"))
     path = write(tmp_path / "labels.jsonl", {"prompt": "1", "answer": "2", "label": "yes"})
-    with pytest.raises(ValueError, match=r"labels.jsonl:1: 'label' must be true or false"):
+    with pytest.raises(
+        ValueError, match=r"labels.jsonl:1: column 'label': it must be true or false"
+    ):
         load_dataset(Settings(), tokenizer, path, ("prompts", "targets", "labels"))

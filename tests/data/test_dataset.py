@@ -71,10 +71,22 @@ def test_messages_and_system_prompt(data, chat_tokenizer):
     [
         ({"promt": "1", "answer": "2"}, Settings(), r"no column 'prompt' \(data.prompt_column\)"),
         ({"promt": "1", "answer": "2"}, Settings(), "did you mean 'promt'"),
-        ({"prompt": None, "answer": "2"}, Settings(), r"data.jsonl:1: the prompt is empty \(null"),
+        (
+            {"prompt": None, "answer": "2"},
+            Settings(),
+            r"data.jsonl:1: column 'prompt': it is empty \(null",
+        ),
         ({"prompt": "", "answer": "2"}, Settings(), "data.jsonl:1: the prompt is empty"),
-        ({"prompt": "1", "answer": None}, Settings(), "data.jsonl:1: the answer must be text"),
-        ({"prompt": [{}], "answer": "2"}, Settings(), "no chat template is used: it must be text"),
+        (
+            {"prompt": "1", "answer": None},
+            Settings(),
+            "data.jsonl:1: column 'answer': it must be text",
+        ),
+        (
+            {"prompt": [{}], "answer": "2"},
+            Settings(),
+            "no chat template is used: the prompt must be text",
+        ),
         ({"prompt": "1", "answer": "2"}, Settings(chat=True), "tokenizer has no chat template"),
         ({"prompt": "1", "answer": "2"}, Settings(system="x"), "data.system needs a chat template"),
     ],
@@ -89,8 +101,8 @@ def test_faults_of_plain_data(data, tokenizer, row, settings, message):
     [
         ([], "not an empty list"),
         (3, "not a int: 3"),
-        ([{"role": "user"}], "message 0 of the prompt must be an object"),
-        ([{"role": "user", "content": "1"}, "2"], "message 1 of the prompt"),
+        ([{"role": "user"}], "message 0 must be an object"),
+        ([{"role": "user", "content": "1"}, "2"], "message 1 must be an object"),
         ([{"role": "assistant", "content": "1"}], "ends with a message of the assistant"),
     ],
 )
