@@ -83,7 +83,7 @@ def _column(key: str) -> Reader:
 
 _POLICY = "no update of the dataflow has a loss with advantages"
 _SAMPLED = "no update of the dataflow has a loss of tokens that were sampled"
-_TOKENS = "no loss of the dataflow is of a policy's tokens"
+_TOKENS = "no loss of the dataflow is of tokens"
 _UNTRAINED = "no node of a stage that reads it updates the role"
 
 _DATA = {
