@@ -51,8 +51,15 @@ def reference_kl(graph: Graph, outcome: StepOutcome) -> dict[str, float]:
     return {}
 
 
-def source_means(score: Node, outcome: StepOutcome, column: str, prefix: str) -> dict[str, float]:
-    """``prefix/source/NAME``: the mean reward of the prompts of each value of a column."""
+def source_means(
+    score: Node, outcome: StepOutcome, column: str, prefix: str, seen: list[str]
+) -> dict[str, float]:
+    """``prefix/source/NAME``: the mean reward of the prompts of each value of a column.
+
+    Args:
+        seen: values that have a metric, in the order of their first step; new ones are added while
+            there is room, so that a value is the same curve in every step.
+    """
     if "answers" not in score.inputs:  # a model that scores, which sees no rows
         return {}
     result = outcome.results[score.name]
@@ -61,11 +68,11 @@ def source_means(score: Node, outcome: StepOutcome, column: str, prefix: str) ->
     if len(rows) != result.prompts or not rows:
         return {}
     names = [str(row.get(column, "none")) for row in rows]
-    known = sorted(dict.fromkeys(names))
-    if len(known) > MOST_SOURCES:
-        known = [*known[: MOST_SOURCES - 1], "other"]
-    place = {name: index for index, name in enumerate(known)}
-    owner_P = torch.tensor([place.get(name, len(known) - 1) for name in names])
+    new = [name for name in sorted(set(names)) if name not in seen]
+    seen.extend(new[: max(MOST_SOURCES - 1 - len(seen), 0)])
+    shown = [name if name in seen else "other" for name in names]
+    known = sorted(set(shown))
+    owner_P = torch.tensor([known.index(name) for name in shown])
     rewards_P = result["rewards"].view(result.prompts, -1).double().mean(dim=1)
     sums = torch.zeros(len(known), dtype=torch.float64).index_add(0, owner_P, rewards_P)
     counts = torch.bincount(owner_P, minlength=len(known))

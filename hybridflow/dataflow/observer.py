@@ -57,6 +57,7 @@ class Observer:
         self._loops = [n for n in graph.nodes if n.repeat_until is not None]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
+        self._sources: dict[str, list[str]] = defaultdict(list)
         self._constant: dict[str, ConstantReward] = defaultdict(ConstantReward)
         self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
         self._labels = [n.outputs["labels"] for n in graph.nodes if n.function == "outcome_labels"]
@@ -118,7 +119,7 @@ class Observer:
             scores = score_metrics(role, result, label)
             found |= {f"{prefix}{key}": value for key, value in scores.items()}
             if self._source is not None:
-                found |= source_means(node, outcome, self._source, name)
+                found |= source_means(node, outcome, self._source, name, self._sources[name])
             if prefix:
                 found[name] = result["rewards"].mean().item()
             elif len(self._training_scores) > 1 and "rewards" in node.outputs:

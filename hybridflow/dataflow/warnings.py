@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+_LARGE_GAP = 0.2
+"""In nats a token: ten times what 16-bit arithmetic makes."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -79,6 +82,29 @@ RULES = (
         1,
         "{value:g} samples have the value of on_error, since their function was late ({metric}): "
         "raise sample_timeout_seconds or timeout_seconds, or look why it is slow",
+    ),
+    Rule(
+        "update/correction_share",
+        lambda share: share == 1,
+        1,
+        "every token's ratio of trainer to rollout is out of algorithm.rollout_correction's bounds "
+        "(update/correction_share): under `masked` and `rejection` nothing is learnt. Look at "
+        "update/rollout_gap_mean, and at the bounds",
+    ),
+    Rule(
+        "update/rollout_gap_mean",
+        lambda gap: gap > _LARGE_GAP,
+        1,
+        "rollout and trainer differ by {value:.2g} nats a token (update/rollout_gap_mean): the "
+        "servers hold other weights or compute another model, or samples are very old. "
+        "algorithm.agreement.bound makes it an error",
+    ),
+    Rule(
+        "?*/explained_variance",
+        lambda share: share < 0,
+        10,
+        "the critic's values tell the returns worse than a constant would ({metric} is "
+        "{value:.2g}): more algorithm.critic_warmup_steps, or another learning rate of its role",
     ),
     Rule(
         "length/truncated",

@@ -220,3 +220,15 @@ def test_inputs_are_left_as_they_were():
     gae(rewards, values, 1.0, 0.5)
     whiten(values.values)
     assert rewards.values.tolist() == [0.0, 1.0, 2.0] and values.values.tolist() == [0.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.95])
+def test_a_huge_reward_spoils_no_other_response(lam: float):
+    rewards = Ragged.from_rows([[1e30, 0.0, 0.0], [1.0, 2.0, 3.0], [float("nan")], [4.0]])
+    values = rewards.with_values(torch.zeros(8))
+    found, returns = gae(rewards, values, 1.0, lam, whitened=False)
+    alone, _ = gae(rewards[1:2], values[1:2], 1.0, lam, whitened=False)
+    assert torch.equal(found[1], alone.values) and found[3].tolist() == [4.0]
+    assert returns[0][0].item() == pytest.approx(1e30) and found[2].isnan().all()
+    if lam == 1:
+        assert found[1].tolist() == [6.0, 5.0, 3.0]

@@ -206,3 +206,24 @@ def test_many_tokens_are_worked_on_in_runs_of_the_same_result(name: str):
         torch.testing.assert_close(all_T, torch.cat(halves))
     for metric, total in whole[2].items():
         torch.testing.assert_close(total, first[2][metric] + second[2][metric], rtol=1e-4, atol=1)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
+@pytest.mark.parametrize("gap", [200.0, -200.0])
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cross_entropy"}))
+def test_a_token_that_has_run_away_leaves_numbers(name: str, gap: float, advantage: float):
+    """A ratio beyond float32's range: bounded losses have no gradient, none has NaN."""
+    old_T = torch.tensor([-1.0 - max(gap, 0.0), -1.0])
+    leaf_T = torch.tensor([-1.0 + min(gap, 0.0), -1.0], requires_grad=True)
+    sequences = Sequences(torch.tensor([0, 0]), torch.tensor([2]))
+    inputs = TokenInputs(leaf_T, old_T, torch.full((2,), advantage), sequences=sequences)
+    result = LOSSES[name](inputs)
+    result.loss_T.sum().backward()
+    assert leaf_T.grad is not None
+    values = [result.loss_T.detach(), leaf_T.grad, *result.sums.values()]
+    assert all(bool(value.isfinite().all()) for value in values)
+    bounded = {"dual_clip", "sapo"} | (
+        {"ppo_clip", "gspo", "gspo_token"} if advantage > 0 else set()
+    )
+    if gap > 0 and name in bounded:
+        assert leaf_T.grad[0] == 0

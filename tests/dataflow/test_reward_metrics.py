@@ -10,12 +10,13 @@ from hybridflow.algorithms import FUNCTIONS, FunctionContext
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.fields import Fields, Value
+from hybridflow.dataflow.measures import source_means
 from hybridflow.dataflow.observer import Observer
 from hybridflow.dataflow.runner import SerialRunner
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
-from hybridflow.recipe.graph import Graph
+from hybridflow.recipe.graph import Graph, Node
 from hybridflow.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -130,3 +131,26 @@ def test_dapo_reports_what_was_trained_on_and_what_was_sampled(tmp_path) -> None
     assert [row["reward"] for row in rows] == [1, 1, 0, 1, 0, 1, 0, 0]
     assert [row["prompt"] for row in rows[::2]] == ["[3, 4]", "[5]", "[3, 4]", "[5]"]
     assert [row["length"] for row in rows] == [2] * 4 + [4] * 4
+
+
+def test_a_source_is_the_same_curve_in_every_step() -> None:
+    """Forty sources, of which each step holds others: 31 names, then `other`."""
+    node = Node("score", role="reward", call="score", inputs={"answers": "answers"})
+    seen: list[str] = []
+
+    def step(names: list[str]) -> dict[str, float]:
+        outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+        rows = [{"answer": "", "source": name} for name in names]
+        outcome.fields.put("answers", Value(Axis.PROMPTS, rows, len(rows)))
+        rewards = {"rewards": torch.arange(float(len(rows)))}
+        outcome.results["score"] = Batch(rewards, {"rewards": Axis.SAMPLES}, len(rows), 1)
+        return source_means(node, outcome, "source", "reward", seen)
+
+    names = [f"s{n:02}" for n in range(40)]
+    assert set(step(names[10:30])) == {f"reward/source/{name}" for name in names[10:30]}
+    found = step(names)
+    assert set(found) == {f"reward/source/{n}" for n in (*names[:31], "other")}
+    assert (
+        found["reward/source/other"] == sum(range(31, 40)) / 9 and found["reward/source/s12"] == 12
+    )
+    assert set(step(names[38:])) == {"reward/source/other"}

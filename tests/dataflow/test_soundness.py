@@ -241,6 +241,22 @@ def zero_share(share: float) -> dict[str, float]:
     return {"advantage/zero_share": share, "reward/mean": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("metric", "fine", "suspicious", "steps", "text"),
+    [
+        ("update/skipped_steps", 0.0, 2.0, 1, "2 mini-batches have no token"),
+        ("update/correction_share", 0.9, 1.0, 1, "out of algorithm.rollout_correction's bounds"),
+        ("update/rollout_gap_mean", 0.02, 0.5, 1, "differ by 0.5 nats a token"),
+        ("cost_critic/explained_variance", 0.1, -0.1, 10, "worse than a constant"),
+    ],
+)
+def test_what_an_update_tells_of(metric, fine, suspicious, steps, text) -> None:
+    watch = Watch(steps=99)
+    assert watch.see(1, {metric: fine}) == []
+    told = [watch.see(step, {metric: suspicious}) for step in range(2, 2 + steps)]
+    assert told[:-1] == [[]] * (steps - 1) and text in told[-1][0]
+
+
 def test_warnings_are_told_when_they_begin() -> None:
     watch = Watch(steps=20)
     assert watch.see(1, {**zero_share(0.5), "reward/constant": 1.0}) == []

@@ -14,18 +14,18 @@ def discounted_sums(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
 
     Responses are cut into blocks; one product with a triangle of the discount's powers sums within
     them, and what follows a block comes from the sums over blocks, found in the same way. A run of
-    responses at a time: memory that is touched for the first time costs more than the sums.
+    responses at a time: memory that is touched for the first time costs more than the sums. No sum
+    spans two responses, so a huge value in one costs the others no digit.
 
     Args:
         values_T: one value per token of ``rows``, in their order.
         rows: whose row lengths count.
     """
-    sums = _sums_to_the_end if discount == 1.0 else _discounted
     if len(values_T) <= RUN:
-        return sums(values_T, rows, discount)
+        return _discounted(values_T, rows, discount)
     result_T = torch.empty_like(values_T)
     for run, span in rows.runs():
-        result_T[span] = sums(values_T[span], rows[run], discount)
+        result_T[span] = _discounted(values_T[span], rows[run], discount)
     return result_T
 
 
@@ -45,14 +45,6 @@ def _discounted(values_T: Tensor, rows: Ragged, discount: float) -> Tensor:
         after_N = _next(discounted_sums(sums_NB[:, 0], blocks, discount**_BLOCK), blocks)
         sums_NB += after_N[:, None] * discount ** (_BLOCK - steps_B)
     return sums_NB.view(-1).index_select(0, place_T)
-
-
-def _sums_to_the_end(values_T: Tensor, rows: Ragged, _discount: float) -> Tensor:
-    upto_T = values_T.cumsum(0)
-    told_S = rows.lengths > 0
-    total_S = values_T.new_zeros(len(rows))
-    total_S[told_S] = upto_T[rows.offsets[1:][told_S] - 1]
-    return spread_over(total_S, rows.lengths).sub_(upto_T).add_(values_T)
 
 
 def _next(values_N: Tensor, rows: Ragged) -> Tensor:

@@ -195,6 +195,16 @@ def add_sums(sums: dict[str, Tensor], others: dict[str, Tensor]) -> None:
         sums[name] = sums[name] + total if name in sums else total
 
 
+_LARGEST_LOG_RATIO = 60.0
+"""Of a ratio whose products with advantages stay finite in float32: an infinite ratio times the 0
+of a bound would be no number, where the bound is there for just such tokens."""
+
+
+def ratio_of(gap: Tensor) -> Tensor:
+    """The ratio of two policies from the difference of their log-probabilities, in its place."""
+    return gap.clamp_(max=_LARGEST_LOG_RATIO).exp_()
+
+
 @dataclass(frozen=True)
 class TokenInputs:
     """What a loss may read, all ``[T]``, in nats; old_logprobs_T and advantages_T carry no grad.
@@ -231,7 +241,7 @@ class TokenInputs:
     def ratio_T(self) -> Tensor:
         """``[T]`` probability of each token over its probability when it was sampled, without
         gradient."""
-        return torch.sub(self.logprobs_T.detach(), self.old_logprobs_T).exp_()
+        return ratio_of(torch.sub(self.logprobs_T.detach(), self.old_logprobs_T))
 
     def told_advantages(self) -> Tensor:
         """The advantages of a loss that needs them."""

@@ -13,6 +13,7 @@ from hybridflow.algorithms.losses.base import (
     add_sums,
     entropy_estimate,
     of_sequences,
+    ratio_of,
     with_slope,
 )
 from hybridflow.algorithms.losses.clipped import clip_sums, clipped_surrogate
@@ -31,7 +32,7 @@ def gspo(inputs: TokenInputs) -> TokenLoss:
     of ``ppo_clip``.
     """
     sequences = inputs.told_sequences()
-    ratio_S = torch.exp(sequences.means(inputs.logprobs_T.detach() - inputs.old_logprobs_T))
+    ratio_S = ratio_of(sequences.means(inputs.logprobs_T.detach() - inputs.old_logprobs_T))
     advantages_S = sequences.firsts(inputs.told_advantages())
     loss_S, slope_S, cut_S = clipped_surrogate(
         ratio_S, advantages_S, inputs.clip_low, inputs.clip_high
@@ -55,7 +56,7 @@ def gspo_token(inputs: TokenInputs) -> TokenLoss:
     """
     sequences = inputs.told_sequences()
     gap_T = inputs.logprobs_T.detach() - inputs.old_logprobs_T
-    ratio_T = sequences.spread(torch.exp(sequences.means(gap_T)))
+    ratio_T = sequences.spread(ratio_of(sequences.means(gap_T)))
     loss_T, slope_T, cut_T = clipped_surrogate(
         ratio_T, inputs.told_advantages(), inputs.clip_low, inputs.clip_high
     )
@@ -90,7 +91,7 @@ def gmpo(inputs: TokenInputs) -> TokenLoss:
         add_sums(sums, clip_sums(cut_t, gap_t, 0.0))
         free_T[span] = 1 - cut_t
         bounded_T[span] = gap_t.addcmul_(beyond_t, cut_t)
-    ratio_S = torch.exp(sequences.means(bounded_T))
+    ratio_S = ratio_of(sequences.means(bounded_T))
     loss_S = sequences.firsts(advantages_T).neg() * ratio_S
     mean = {"ratio_mean": (ratio_S * sequences.lengths_S).sum()}
     # The derivative of each response's loss by its mean gap is the loss.
