@@ -35,6 +35,7 @@ class Observer:
     Args:
         decode: turns rows of token ids into texts.
         source_column: of the data, whose values get mean rewards of their own.
+        lead: the role whose updates are ``update/...``; those of others have their role's name.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Observer:
         kinds: Mapping[str, str],
         decode: Decode,
         source_column: str | None = None,
+        lead: str | None = ACTOR,
     ) -> None:
         self._decode, self._graph, self._source = decode, graph, source_column
+        self._lead = lead
         evaluated = _reached_from(graph, "eval_")
         self._evaluated = evaluated
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
@@ -82,7 +85,7 @@ class Observer:
             found |= kept_metrics(node, outcome)
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
-            prefix = "update" if node.role == ACTOR else node.role
+            prefix = "update" if node.role == self._lead else node.role
             found |= {f"{prefix}/{name}": value for name, value in measured.items()}
             found[f"{prefix}/seconds"] = outcome.timings.seconds[node.name]
             found |= advantage_metrics(node, outcome)

@@ -22,7 +22,7 @@ from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.utilisation import Utilisation
 from hybridflow.dataflow.warnings import Watch
 from hybridflow.monitor import Console, RunWriter
-from hybridflow.recipe.compile import ACTOR, Plan, Stage
+from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.workers.model import ModelWorker
 
@@ -157,7 +157,8 @@ class Trainer:
         kinds = self._team.kinds
         steps = StepRunner(stage.graph, operations(around), self._runner, feed, kinds)
         column = self._plan.recipe.data.source_column
-        observer = Observer(stage.graph, kinds, self._decode, column)
+        lead = stage.leads(self._plan.recipe)
+        observer = Observer(stage.graph, kinds, self._decode, column, lead)
         watch = Watch(stage.steps)
         use = self._utilisation(stage)
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
@@ -175,10 +176,11 @@ class Trainer:
             self._finish_checkpoint()
 
     def _utilisation(self, stage: Stage) -> Utilisation | None:
-        if ACTOR not in stage.trained:
+        lead = stage.leads(self._plan.recipe)
+        if lead is None:
             return None
-        device = self._team.groups[ACTOR].run(ModelWorker.device_name)[0]
-        return Utilisation(self._plan, stage, device)
+        device = self._team.groups[lead].run(ModelWorker.device_name)[0]
+        return Utilisation(self._plan, stage, lead, device)
 
     def _record(
         self, outcome: StepOutcome, observer: Observer, use: Utilisation | None, seconds: float

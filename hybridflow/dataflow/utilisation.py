@@ -1,4 +1,4 @@
-"""How much of the devices' arithmetic an update of the actor used."""
+"""How much of the devices' arithmetic a stage's updates used."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.dataflow.steps import StepOutcome
-from hybridflow.recipe.compile import ACTOR, Plan, Stage
+from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.flops import ModelFlops, Work, peak_flops
 
 
 class Utilisation:
-    """Model FLOPs of the actor's updates over their time: what had to be computed, so neither
+    """Model FLOPs of a role's updates over their time: what had to be computed, so neither
     recomputation nor a prompt that is run once more for each response counts.
 
     Args:
-        device: name of a device of the actor.
+        role: which is trained, such as the actor.
+        device: name of a device of it.
     """
 
-    def __init__(self, plan: Plan, stage: Stage, device: str) -> None:
+    def __init__(self, plan: Plan, stage: Stage, role: str, device: str) -> None:
         recipe = plan.recipe
-        config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
-        self._flops = ModelFlops(config)
-        self._epochs = stage.trained[ACTOR].epochs
+        path = Path(recipe.model_path(role)) / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        scores = recipe.roles.kinds()[role] == "value"
+        self._flops = ModelFlops(config, 1 if scores else config["vocab_size"])
+        self._epochs = stage.trained[role].epochs
         # A delayed update's rows are those of a step before.
-        nodes = [node for node in stage.graph.nodes if (node.role, node.call) == (ACTOR, "update")]
+        nodes = [node for node in stage.graph.nodes if (node.role, node.call) == (role, "update")]
         self._updates = [node for node in nodes if not node.delay]
-        self._devices = plan.layouts[ACTOR].world
+        self._devices = plan.layouts[role].world
         told = recipe.cluster.peak_tflops
         self._peak = told * 1e12 if told else peak_flops(device, recipe.model.dtype)
 

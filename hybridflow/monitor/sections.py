@@ -14,7 +14,11 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", (("reward/mean", "train"), ("eval/reward", "evaluation"))),
     ("Cost", (("cost/mean", "train"), ("eval/cost", "evaluation"))),
     ("KL to the reference", (("update/kl", "KL"),)),
-    ("Loss", (("update/loss", "loss"),)),
+    ("Loss", (("update/loss", "loss"), ("eval/loss", "evaluation"))),
+    (
+        "Chosen over rejected, share",
+        (("update/reward_accuracy", "train"), ("eval/reward_accuracy", "evaluation")),
+    ),
     ("Response length, tokens", (("length/mean", "mean"), ("length/max", "max"))),
     ("Advantages", (("advantage/abs_mean", "mean size"), ("advantage/zero_share", "share of 0"))),
     ("Gradient norm", (("update/grad_norm", "norm"),)),

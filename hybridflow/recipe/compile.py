@@ -74,6 +74,13 @@ class Stage:
         )
         return runs * training.mini_batches * training.epochs
 
+    def leads(self, recipe: Recipe) -> str | None:
+        """The role whose updates are the stage's own: the actor or, in a recipe without one, the
+        sole model that it trains; None where others alone are trained."""
+        if recipe.roles.actor is not None:
+            return ACTOR if ACTOR in self.trained else None
+        return next(iter(self.trained)) if len(self.trained) == 1 else None
+
     @property
     def goes_on(self) -> bool:
         """Whether it is the stage before with the actor training: its data go on, too."""

@@ -36,19 +36,27 @@ class Work:
         return Work(sum(prompts) + sum(inputs), before + after, sum(responses))
 
 
+_HEADS = ("lm_head.weight", "score.weight")
+
+
 class ModelFlops:
     """Counts two operations for each multiplication by a weight and each of attention's products
-    under the causal mask; norms and activations are left out. Of experts, those that are used."""
+    under the causal mask; norms and activations are left out. Of experts, those that are used.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        config: of the model.
+        outputs: numbers that it gives a token; None: its vocabulary.
+    """
+
+    def __init__(self, config: Mapping[str, Any], outputs: int | None = None) -> None:
         config = resolve(dict(config))
         shapes = huggingface_shapes(config)
         used = _share_of_experts(config)
         self._weights = 0.0
         for name, shape in shapes.items():
-            if len(shape) > 1 and "embed" not in name and "lm_head" not in name:
+            if len(shape) > 1 and "embed" not in name and name not in _HEADS:
                 self._weights += prod(shape) * (used if ".experts" in name else 1.0)
-        self._head = config["vocab_size"] * config["hidden_size"]
+        self._head = (outputs or config["vocab_size"]) * config["hidden_size"]
         heads, size = config["num_attention_heads"], config.get("head_dim")
         size = size or config["hidden_size"] // heads
         query = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0) or size

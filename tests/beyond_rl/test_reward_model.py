@@ -118,7 +118,9 @@ def test_a_score_of_every_token_and_margins(run_recipe, assets: Path, tmp_path: 
     path.write_text(BY_TOKEN)
     overrides = (f"dataflow={path}", "steps=6", "data.prompts_per_step=24")
     steps = run_recipe("reward_model", ROLES, *overrides)
-    assert steps[-1]["reward/loss"] < steps[0]["reward/loss"]
+    assert steps[-1]["update/loss"] < steps[0]["update/loss"]
+    assert all(step["throughput/tokens_per_second"] > 0 for step in steps)
+    assert all(step["throughput/update_tflops"] > 0 for step in steps)
     (folder,) = tmp_path.glob("run/export*")
     model = AutoModelForTokenClassification.from_pretrained(folder)
     with torch.no_grad():
