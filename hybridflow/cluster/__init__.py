@@ -8,7 +8,7 @@ from hybridflow.cluster.errors import (
     WorkerDied,
     WorkerError,
 )
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import WorkerGroup, wait_until_started
 from hybridflow.cluster.local_session import LocalSession
 from hybridflow.cluster.ranks_session import RanksSession
 from hybridflow.cluster.ranks_store import RanksStore
@@ -44,4 +44,5 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "transfer",
+    "wait_until_started",
 ]

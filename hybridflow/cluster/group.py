@@ -8,8 +8,8 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ class WorkerGroup:
         self._turns = itertools.count()
         self._lock = threading.Lock()  # calls reach all ranks in one order
         self._broken: ClusterError | None = None
+        self._left: Exception | None = None  # why its processes could not be ended
         self._stopping: dict[int, Any] = {}
         self._breaking = threading.Lock()
         self._waiters = ThreadPoolExecutor(waiters, thread_name_prefix=f"wait-{role}")
@@ -113,6 +114,11 @@ class WorkerGroup:
     def world(self) -> int:
         """Number of ranks."""
         return self.layout.world
+
+    @property
+    def started(self) -> Future[Any]:
+        """Done once every rank's constructor has ended; raises as a call does."""
+        return self._started
 
     @property
     def over(self) -> bool:
@@ -221,11 +227,16 @@ class WorkerGroup:
         return WorkerDied(self.role, rank, method, first.cause, log, also)
 
     def _break(self, error: ClusterError) -> ClusterError:
-        """Marks the group broken and kills it; gives the error that broke it first."""
+        """Marks the group broken and kills it; gives the error that broke it first. A problem of
+        killing is a note of that error, and what ``close`` raises."""
         with self._breaking:
             if self._broken is None:
                 self._broken = error
-                self._ranks.kill()
+                try:
+                    self._ranks.kill()
+                except Exception as problem:  # noqa: BLE001 - told, and raised by `close`
+                    error.add_note(f"ending the processes of '{self.role}' failed: {problem}")
+                    self._left = problem
             return copy.copy(self._broken)
 
     def begin_close(self) -> None:
@@ -237,7 +248,8 @@ class WorkerGroup:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Lets each worker's ``close`` run for up to ``seconds``, then ends the processes; calls
         still on their way raise ``GroupClosed``. Raises ``WorkerError``, with everything ended,
-        when a worker's ``close`` raised. Safe to call again."""
+        when a worker's ``close`` raised, and what kept processes from being ended. Safe to call
+        again."""
         self.begin_close()
         stopping, self._stopping = self._stopping, {}
         done = self._ranks.wait(list(stopping.values()), seconds, True) if stopping else []
@@ -245,5 +257,16 @@ class WorkerGroup:
         self._break(GroupClosed(self.role))
         self._waiters.shutdown(wait=True)
         self._beside.shutdown(wait=True)
+        if self._left is not None:
+            problem, self._left = self._left, None
+            raise problem
         if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
             raise self._error("close", outcomes)
+
+
+def wait_until_started(groups: Iterable[WorkerGroup]) -> None:
+    """Waits until all have started; the first that fails is told at once, though others still
+    load for minutes."""
+    starting = [group.started for group in groups]
+    for future in wait(starting, return_when=FIRST_EXCEPTION).done:
+        future.result()

@@ -69,6 +69,9 @@ class Lane:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
+            if self._closed:
+                future.set_exception(LaneClosed())
+                return future
             self._open.add(future)
         self._calls.put(lambda: self._answer(future, function, args))
         return future

@@ -55,7 +55,16 @@ class RanksSession(Session):
         self.rank, self.world = store.rank, store.world
         # One lane for all groups: collectives of several must meet in one order on every rank.
         self._lane = Lane(f"rank-{self.rank}")
-        self._control = self._lane.submit(join, store).result(timeout=start_timeout)
+        self._control = self._join(join, start_timeout)
+
+    def _join(self, join: Join, seconds: float) -> Any:
+        joining = self._lane.submit(join, self.store)
+        if not wait([joining], timeout=seconds).done:
+            raise TimeoutError(
+                f"rank {self.rank} waited {seconds:g} s for the other ranks of {self.world} to "
+                "join the job's process group: one may not have started, or cannot be reached"
+            )
+        return joining.result()
 
     def pool(self, name: str, slots: int) -> Pool:
         """The ranks' own devices."""

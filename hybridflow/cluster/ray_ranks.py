@@ -153,9 +153,11 @@ class ActorRanks:
         return "\n".join([f"last lines of {log}:", *lines]) if lines else ""
 
     def kill(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._end()
+        try:
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+        finally:
+            self._end()
 
 
 def _meet_at(address: str) -> None:

@@ -91,11 +91,13 @@ def leave(mark: str) -> None:
     """Disconnects; a Ray that ``start_local`` started with ``mark`` ends, and its files go."""
     import ray
 
-    with _ended_with_raylet(mark):
-        ray.shutdown()
-    end_marked(mark)
-    while _STARTED_FOLDERS:
-        owned.remove(_STARTED_FOLDERS.pop())
+    try:
+        with _ended_with_raylet(mark):
+            ray.shutdown()
+    finally:
+        end_marked(mark)
+        while _STARTED_FOLDERS:
+            owned.remove(_STARTED_FOLDERS.pop())
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from hybridflow.cluster.group import Ranks
 from hybridflow.cluster.ray_slots import GROUPS_PER_SLOT
 from hybridflow.cluster.session import GroupOrder, Pool, Session
 
+_END_SECONDS = 60.0
+"""How long the other nodes may take to end a group's processes."""
+
 
 class RaySession(Session):
     """One run's processes on Ray.
@@ -168,12 +171,32 @@ class RaySession(Session):
 
     def _end_processes(self, mark: str) -> None:
         """Ends what carries the mark, on every node of the cluster."""
+        try:
+            elsewhere = self._end_elsewhere(mark)
+        finally:  # also without a Ray that answers
+            processes.end_marked(mark)
+        if elsewhere:
+            self._wait_for_ends(elsewhere, mark)
+
+    def _wait_for_ends(self, elsewhere: list[Any], mark: str) -> None:
+        import ray
+
+        done, late = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=_END_SECONDS)
+        if late:
+            raise TimeoutError(
+                f"{len(late)} of {len(elsewhere)} other nodes did not end the processes of {mark} "
+                f"within {_END_SECONDS:g} s"
+            )
+        ray.get(done)
+
+    def _end_elsewhere(self, mark: str) -> list[Any]:
+        """Begins the same on the other nodes."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = ray.get_runtime_context().get_node_id()
         end = ray.remote(processes.end_marked)
-        elsewhere = [
+        return [
             end.options(
                 num_cpus=0,
                 max_retries=0,
@@ -182,9 +205,6 @@ class RaySession(Session):
             for node in ray.nodes()
             if node["Alive"] and node["NodeID"] != here
         ]
-        processes.end_marked(mark)
-        if elsewhere:
-            ray.get(elsewhere, timeout=60.0)
 
     def close(self) -> None:
         """Ends every process of the session, children of workers included. Safe to call again."""
@@ -192,14 +212,25 @@ class RaySession(Session):
             return
         self._open = False
         atexit.unregister(self.close)
+        problems = self._register.close()
+        for step in (self._give_back, self._leave_ray, self._end_rest):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other steps
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    def _give_back(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        problems = self._register.close()
         for placement in self._placements:
             remove_placement_group(placement)
+
+    def _leave_ray(self) -> None:
         ray_runtime.leave(self._ray_mark)
+
+    def _end_rest(self) -> None:
         processes.end_marked(self.mark, patience=0.0)
         if self._scratch is not None:
             self._scratch.cleanup()
-        if problems:
-            raise problems[0]

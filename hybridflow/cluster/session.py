@@ -198,7 +198,10 @@ class GroupRegister:
             self._closed = True
         problems: list[Exception] = []
         for group in self._groups.values():
-            group.begin_close()
+            try:
+                group.begin_close()
+            except Exception as error:  # noqa: BLE001 - as below
+                problems.append(error)
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._groups:
             _, group = self._groups.popitem()

@@ -61,8 +61,8 @@ class ConcurrentRunner:
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="node")
 
     def run(self, graph: Graph, nodes: Iterable[Node], run_node: RunNode) -> None:
-        waiting = {node.name: node for node in graph.order if node in list(nodes)}
-        chosen = set(waiting)
+        chosen = {node.name for node in nodes}
+        waiting = {node.name: node for node in graph.order if node.name in chosen}
         running: dict[Future[None], str] = {}
         ended: set[str] = set()
         while waiting or running:

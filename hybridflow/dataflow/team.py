@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.algorithms.losses.preference import PreferenceSettings
 from hybridflow.batch import Batch
-from hybridflow.cluster import Pool, Session, WorkerGroup
+from hybridflow.cluster import Pool, Session, WorkerGroup, wait_until_started
 from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
 from hybridflow.dataflow.reward_roles import (
@@ -98,8 +98,7 @@ class Team:
                 continue
             worker, layout, settings = self._member(role, self.kinds[role], stage)
             self.groups[role] = session.group(role, worker, layout, pool, settings)
-        for starting in (*self.groups.values(), *engines):
-            starting.wait_until_started()
+        wait_until_started([*self.groups.values(), *(engine.group for engine in engines)])
         self.publisher: Publisher | None = None
         if engines:
             self.publisher = Publisher(plan, self.groups["actor"], engines, on_event, note_version)

@@ -44,7 +44,11 @@ class ModelWorker:
             _enter_process_group(rank, world, rendezvous)
             from hybridflow.megatron.engine import Engine
 
-            self._engine = Engine(engine)
+            try:
+                self._engine = Engine(engine)
+            except BaseException:
+                _leave_process_group()
+                raise
         self._rank = rank
         self._folder: Path | None = None
         self._outbox: Outbox | None = None

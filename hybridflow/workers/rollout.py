@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,10 @@ class RolloutWorker:
         """How the server fares."""
         alive = self._server.alive()
         healthy = alive and self._client.health(timeout=self._hang_seconds)
-        version = self._client.model_info()["weight_version"] if healthy else None
+        version = None
+        if healthy:
+            with suppress(RolloutError):  # it has just ended: then it does not say
+                version = self._client.model_info()["weight_version"]
         server = self._server
         return EngineHealth(server.url, server.pid, alive, healthy, version, server.log_tail())
 

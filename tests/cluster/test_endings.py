@@ -1,0 +1,106 @@
+"""What a group says when its start, or its end, goes wrong: nothing of it needs Ray."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hybridflow.batch import Batch
+from hybridflow.cluster import (
+    ONE_TO_ALL,
+    LocalSession,
+    RanksSession,
+    RanksStore,
+    WorkerError,
+    transfer,
+    wait_until_started,
+)
+from hybridflow.cluster.host import free_port
+from hybridflow.cluster.local_session import Lane, LaneClosed, _Threads
+from hybridflow.cluster.ranks_store import NEEDED
+from hybridflow.cluster.session import GroupOrder
+from megatron_bridge.layout import ParallelLayout
+
+_loaded = threading.Event()
+
+
+class Loading:
+    """Loads until the test has ended."""
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        _loaded.wait(60)
+
+
+class Refusing:
+    """Cannot be made."""
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        raise ValueError("no weights here")
+
+
+class Failing:
+    """Is made, and fails in its one call."""
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        pass
+
+    @transfer(ONE_TO_ALL)
+    def work(self) -> Batch:
+        raise LookupError("no such token: 7")
+
+
+class Unkillable(_Threads):
+    """Ranks whose processes cannot be ended."""
+
+    def kill(self) -> None:
+        super().kill()
+        raise TimeoutError("processes 4711 are still there")
+
+
+class UnkillableSession(LocalSession):
+    def _ranks(self, order: GroupOrder) -> Unkillable:
+        return Unkillable(order.name, order.worker_class, order.layout.world, order.init)
+
+
+@pytest.fixture
+def local() -> Iterator[LocalSession]:
+    _loaded.clear()
+    with LocalSession() as session:
+        yield session
+        _loaded.set()
+
+
+def test_a_start_that_fails_is_told_while_others_load(local: LocalSession) -> None:
+    loading = local.group("slow", Loading, ParallelLayout())
+    refusing = local.group("sick", Refusing, ParallelLayout())
+    with pytest.raises(WorkerError, match="sick rank 0: ValueError in __init__: no weights here"):
+        wait_until_started([loading, refusing])
+    assert not loading.started.done()
+
+
+def test_processes_that_cannot_be_ended_hide_no_cause() -> None:
+    session = UnkillableSession()
+    group = session.group("failing", Failing, ParallelLayout())
+    with pytest.raises(WorkerError, match="no such token: 7") as caught:
+        group.run(Failing.work)
+    (note,) = caught.value.__notes__
+    assert note == "ending the processes of 'failing' failed: processes 4711 are still there"
+    with pytest.raises(TimeoutError, match="4711"):
+        session.close()
+    session.close()
+
+
+def test_a_closed_lane_answers_at_once() -> None:
+    lane = Lane("closed")
+    lane.close()
+    assert isinstance(lane.submit(print).exception(timeout=60), LaneClosed)
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ("0", "1", "0", "127.0.0.1", str(free_port()))
+    for name, value in zip(NEEDED, told, strict=True):
+        monkeypatch.setenv(name, value)
+    meet = threading.Event()
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.1 s for the other ranks of 1 to join"):
+        RanksSession(RanksStore(60), lambda store: meet.wait(60), start_timeout=0.1)
+    meet.set()
