@@ -17,6 +17,7 @@ from hybridflow.data import (
     load_tokenizer,
 )
 from hybridflow.dataflow.control import Routes, answering, listening
+from hybridflow.dataflow.data_record import check_data_record, data_record, keep_data_record
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.row_sizes import check_sizes
@@ -64,11 +65,14 @@ def train(
         port = stack.enter_context(listening(plan.recipe.control))
         feeds = make_feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
+        doubts = _compare_data(plan, feeds, folder, resume)
         opened(resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         for text in dict.fromkeys(text for feed in feeds.values() for text in feed.left_out):
             records.event("data", text)
+        for text in doubts:
+            records.event("warning", text)
         with _ending(folder, records, begin_end):
             session = stack.enter_context(open_session(folder.path / "logs"))
             state = SharedState(live_values(plan), records.state_change)
@@ -144,6 +148,17 @@ def _open_folder(
     folder.check_same_recipe(resolved_yaml(plan.recipe))
     folder.remove_partial()
     return folder, found[-1]
+
+
+def _compare_data(
+    plan: Plan, feeds: dict[str, Feed], folder: RunFolder, resume: Checkpoint | None
+) -> list[str]:
+    """Keep what a new run's data are; of a resumed one, doubts whether they are the same."""
+    record = data_record(plan, feeds)
+    if resume is not None:
+        return check_data_record(folder, record)
+    keep_data_record(folder, record)
+    return []
 
 
 @contextmanager
