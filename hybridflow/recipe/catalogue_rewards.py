@@ -22,11 +22,18 @@ from hybridflow.recipe.signature import Option
 
 @dataclass(frozen=True)
 class RewardEntry:
-    """A reward that ships with the package; ``token_level``: it can score single tokens."""
+    """A reward known by name.
+
+    Attributes:
+        token_level: it can score single tokens.
+        from_python: it was registered by a program; its signature tells its parameters, when it is
+            loaded.
+    """
 
     description: str
     parameters: Mapping[str, Option] = field(default_factory=dict)
     token_level: bool = False
+    from_python: bool = False
 
 
 _REWARDS: dict[str, RewardEntry] = {

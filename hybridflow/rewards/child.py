@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.rewards.deadline import set_deadline
@@ -38,6 +38,7 @@ from hybridflow.rewards.wire import (
 
 _TEXT_CHARACTERS = 2_000
 _ARM_SECONDS = 1.0
+_UNCHANGING = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def main(connection: socket.socket, stack_fd: int) -> None:
     load: Load = pickle.loads(first[0])  # noqa: S301 - from the process that started this one
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False, chain=True)
     try:
-        reward = resolve(load.name, load.parameters, base=load.base)
+        reward = resolve(load.name, load.parameters, base=load.base, source=load.source)
     except ValueError as error:
         voice.say("fault", _cut(str(error)))
         return
@@ -203,8 +204,12 @@ def _tell(
 def _own(item: RewardItem) -> RewardItem:
     """The item with a row of its own: samples of a prompt come with one, and a reward may write
     into it."""
-    row = {key: copy.deepcopy(value) for key, value in item.row.items()}
-    return replace(item, row=row, answer=copy.deepcopy(item.answer))
+    row = {key: _own_value(value) for key, value in item.row.items()}
+    return RewardItem(item.prompt, item.response, _own_value(item.answer), row, item.tokens)
+
+
+def _own_value(value: Any) -> Any:
+    return value if type(value) in _UNCHANGING else copy.deepcopy(value)
 
 
 def _raised_text(error: BaseException) -> str:

@@ -3,14 +3,18 @@
 import re
 from decimal import Decimal
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_NUMBER = re.compile(
+    r"(?:[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+)
+_MINUS = "\N{MINUS SIGN}"
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number in ``text`` ("1,234.5" is one number), or None.
+    """The last decimal number in ``text`` ("1,234.5" and "1e3" are one number), or None.
 
     A sign counts only where no digit or letter stands right before it: "7-3" ends in 3.
     """
+    text = text.replace(_MINUS, "-")
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None

@@ -171,6 +171,9 @@ class ScoringProcess:
             poll = select.poll()  # not select, which knows no descriptor over 1023
             poll.register(self._watch, select.POLLIN)
             poll.poll(patience * 1000)
+            for descendant in _descendants(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(descendant, signal.SIGKILL)
             # The group first: until its leader is waited for, no other process can get its id.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -184,6 +187,17 @@ class ScoringProcess:
             os.close(self._stack)
             os.close(self._watch)
         return self._end
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that it started, and those that they did, also in sessions of their own; not those
+    whose parents are gone."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in map(int, path.read_text().split()):
+                found += [*_descendants(child), child]
+    return found
 
 
 def _is_message(message: Any) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.recipe import catalogue
+from hybridflow.recipe.catalogue_rewards import RewardEntry
 from hybridflow.recipe.registry import Registry
 from hybridflow.rewards.exact_match import exact_match
 from hybridflow.rewards.format_regex import format_regex
@@ -29,7 +30,19 @@ _REWARDS: dict[str, Callable[..., Any]] = {
 
 _PREPARATIONS = {"math": load_math_verify, "reasoning_gym": load_reasoning_gym}
 
-REWARDS = Registry("reward", _REWARDS, aliases=catalogue.REWARDS.aliases)
+
+class _Rewards(Registry[Callable[..., Any]]):
+    """Makes what is registered known to the checks of recipes too."""
+
+    def register(self, name: str, entry: Callable[..., Any], *aliases: str) -> Callable[..., Any]:
+        if name not in catalogue.REWARDS:
+            text = (entry.__doc__ or name).strip().splitlines()[0]
+            known = RewardEntry(text, token_level=True, from_python=True)
+            catalogue.REWARDS.register(name, known, *aliases)
+        return super().register(name, entry, *aliases)
+
+
+REWARDS = _Rewards("reward", _REWARDS, aliases=catalogue.REWARDS.aliases)
 """``register`` adds one from Python, to be named like those that ship: a function or class of a
 module, since it runs in other processes."""
 

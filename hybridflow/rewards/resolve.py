@@ -53,7 +53,11 @@ class Reward:
 
 
 def resolve(
-    name: str, parameters: Mapping[str, Any] | None = None, *, base: Path | None = None
+    name: str,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    base: Path | None = None,
+    source: bytes | None = None,
 ) -> Reward:
     """The reward called ``name``: a registered one, ``pkg.mod.fn`` or ``file.py:fn``.
 
@@ -64,11 +68,12 @@ def resolve(
         name: what the recipe calls the function.
         parameters: values of its keyword parameters.
         base: folder that a relative ``file.py`` is looked up in; the working folder when None.
+        source: what ``source_of`` gave, to run in the place of what the file holds by now.
 
     Raises:
         ValueError: no such function, or parameters that do not fit it (every one is named).
     """
-    found = _find(name, base or Path.cwd())
+    found = _find(name, base or Path.cwd(), source)
     parameters = dict(parameters or {})
     prepare(name)
     given = () if inspect.isclass(found) else ARGUMENTS
@@ -106,12 +111,25 @@ def _count(name: str, made: Any, attribute: str, default: int) -> int:
     return count
 
 
-def _find(name: str, base: Path) -> Callable[..., Any]:
+def source_of(name: str, base: Path) -> bytes | None:
+    """What stands in the file of ``file.py:function``; None for other names, and without a file."""
+    file, colon, _ = name.rpartition(":")
+    path = _path_of(file, base)
+    if not colon or name in REWARDS or not path.is_file():
+        return None
+    return path.read_bytes()
+
+
+def _path_of(file: str, base: Path) -> Path:
+    return (base / Path(file).expanduser()).resolve()
+
+
+def _find(name: str, base: Path, source: bytes | None) -> Callable[..., Any]:
     if name in REWARDS:
         return REWARDS[name]
     file, colon, attribute = name.rpartition(":")
     if colon:
-        module = _load_file(name, file, base)
+        module = _load_file(name, _path_of(file, base), source)
     else:
         path, dot, attribute = name.rpartition(".")
         if not dot:
@@ -123,9 +141,9 @@ def _find(name: str, base: Path) -> Callable[..., Any]:
     return _function(name, module, attribute)
 
 
-def _load_file(name: str, file: str, base: Path) -> ModuleType:
-    """Run a Python file as a module of its own, known under a name made from its path."""
-    path = (base / Path(file).expanduser()).resolve()
+def _load_file(name: str, path: Path, source: bytes | None) -> ModuleType:
+    """Run a Python file, or what it held, as a module of its own, known under a name made from its
+    path."""
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"reward '{name}': there is no Python file {path}")
     module_name = "hybridflow_reward_" + "".join(c if c.isalnum() else "_" for c in str(path))
@@ -136,7 +154,8 @@ def _load_file(name: str, file: str, base: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        text = path.read_bytes() if source is None else source
+        exec(compile(text, str(path), "exec"), vars(module))  # noqa: S102 - the recipe names it
     except Exception as error:
         del sys.modules[module_name]
         raise ValueError(f"reward '{name}': {path} fails when run: {error!r}") from error

@@ -12,6 +12,7 @@ from hybridflow.rewards.ledger import Ledger, ledger_memory
 from hybridflow.rewards.outcomes import Failure, Outcome, RewardError
 from hybridflow.rewards.process import ProcessEnded, ScoringProcess, StillLoading
 from hybridflow.rewards.progress import Progress, Watch
+from hybridflow.rewards.resolve import source_of
 from hybridflow.rewards.wire import Load, Work
 
 
@@ -38,7 +39,8 @@ class Scorer:
         base: Path | None = None,
     ) -> None:
         self.name = name
-        self._load = Load(name, dict(parameters or {}), base or Path.cwd())
+        base = base or Path.cwd()
+        self._load = Load(name, dict(parameters or {}), base, source_of(name, base))
         self._seconds_per_call = seconds_per_call
         self._start_seconds = start_seconds
         self._process = ScoringProcess(self._load, start_seconds)

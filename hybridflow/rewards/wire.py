@@ -27,11 +27,17 @@ LARGEST_BODY = 1 << 28
 
 @dataclass(frozen=True)
 class Load:
-    """The first message to a process: which reward it is for."""
+    """The first message to a process: which reward it is for.
+
+    Attributes:
+        source: of the file that ``name`` names, so that a process which takes the place of another
+            one runs the same code; None where it names none, or the file cannot be read.
+    """
 
     name: str
     parameters: dict[str, Any]
     base: Path
+    source: bytes | None = None
 
 
 @dataclass(frozen=True)

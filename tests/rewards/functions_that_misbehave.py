@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -44,6 +45,12 @@ def forks(prompt, response, answer, row):
 def forks_and_hangs(prompt, response, answer, row):
     if response == "bad" and os.fork() == 0:
         time.sleep(1000)
+    return 1.0
+
+
+def starts_a_session(prompt, response, answer, row):
+    if response == "bad":
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
     return 1.0
 
 

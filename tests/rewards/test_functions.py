@@ -46,6 +46,11 @@ def test_exact_match_ignores_white_space_around_unless_told():
         ("between 1, 2 and 3.", "3"),
         ("1,23", "23"),
         ("nothing", None),
+        ("so \N{MINUS SIGN}5", "-5"),
+        ("7\N{MINUS SIGN}3", "3"),
+        ("1.5e3", "1.5E+3"),
+        ("2e-2.", "0.02"),
+        ("1e9999999", "9999999"),
     ],
 )
 def test_last_number(text, number):
@@ -57,6 +62,8 @@ def test_number_match_compares_values_not_spelling():
     assert score("number_match", "That makes 42.0", "#### 42") == 1.0
     assert score("number_match", "41 or 42, no: 41", 42) == 0.0
     assert score("number_match", "no idea", 42) == 0.0
+    assert score("number_match", "1e3", "1000") == 1.0
+    assert score("number_match", "\N{MINUS SIGN}5", "5") == 0.0
     assert score("number_match", "3.14", "3.14159", tolerance=0.01) == 1.0
     with pytest.raises(ValueError, match="holds no number"):
         score("number_match", "3", "three")

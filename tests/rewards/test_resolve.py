@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hybridflow.recipe import catalogue
 from hybridflow.rewards import REWARDS, importable, resolve
 
 SOURCE = """
@@ -110,8 +111,10 @@ def test_a_file_that_fails_names_its_error(tmp_path):
 
 
 def test_a_reward_registered_from_python_is_found_by_its_path_elsewhere(monkeypatch):
-    monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
+    for registry in (REWARDS, catalogue.REWARDS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     REWARDS.register("mine", json.JSONDecoder)
     assert importable("mine") == "json.decoder.JSONDecoder"
+    assert catalogue.REWARDS["mine"].from_python, "the checks of recipes know it"
     for name in ("exact_match", "math_verify", "pkg.mod.fn", "file.py:fn"):
         assert importable(name) == name

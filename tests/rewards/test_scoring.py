@@ -76,7 +76,7 @@ def test_async_calls_run_beside_each_other_and_a_blocked_loop_is_seen():
     assert isinstance(found[1], Failure) and "in blocks_the_others" in found[1].text
 
 
-@pytest.mark.parametrize("name", ["forks", "forks_and_hangs"])
+@pytest.mark.parametrize("name", ["forks", "forks_and_hangs", "starts_a_session"])
 def test_a_fork_scores_nothing_twice_and_is_ended(name, monkeypatch):
     monkeypatch.setenv(MARK, f"test-of-forks-{os.getpid()}")
     assert outcomes(name, "good", "bad", "good") == [1.0, 1.0, 1.0]
@@ -195,16 +195,34 @@ def test_a_reward_that_does_not_load_says_why(how, message):
         scorer.wait_until_ready()
 
 
-def test_a_file_that_went_bad_after_the_start_fails_the_rest(tmp_path):
+def test_a_process_that_takes_the_place_of_another_runs_the_same_code(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("import os\ndef fn(prompt, response, answer, row):\n    os._exit(1)\n")
+    path.write_text(
+        "import os\ndef fn(p, r, a, row):\n    return os._exit(1) if r == 'bad' else 1.0\n"
+    )
     with Scorer(f"{path}:fn") as scorer:
         scorer.wait_until_ready()
-        path.write_text("broken(")
-        first, second = scorer.score(items("a", "b"), 60)
+        path.write_text("def fn(p, r, a, row):\n    return -7.0\n")
+        first, second = scorer.score(items("bad", "b"), 60)
+        assert isinstance(first, Failure) and "exit code 1" in first.text and second == 1.0
+    with Scorer(f"{path}:fn") as scorer:
+        assert scorer.score(items("b"), 60) == [-7.0]
+
+
+def test_a_function_that_cannot_be_loaded_again_fails_the_rest(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import os\nflag = {str(tmp_path / 'flag')!r}\n"
+        "assert not os.path.exists(flag), 'no licence'\n"
+        "def fn(p, r, a, row):\n    return os._exit(1) if r == 'bad' else 2.0\n"
+    )
+    with Scorer(f"{path}:fn") as scorer:
+        scorer.wait_until_ready()
+        (tmp_path / "flag").touch()
+        first, second = scorer.score(items("bad", "b"), 60)
         assert isinstance(first, Failure) and "exit code 1" in first.text
         assert isinstance(second, Failure) and "could not be loaded again" in second.text
-        path.write_text("def fn(prompt, response, answer, row):\n    return 2.0\n")
+        (tmp_path / "flag").unlink()
         assert scorer.score(items("a"), 60) == [2.0]
 
 

@@ -77,6 +77,8 @@ def _function_faults(context: Context, key: str, part: FunctionSection) -> Itera
 
 def _parameter_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
     known = REWARDS[part.function].parameters
+    if REWARDS[part.function].from_python:
+        return
     for name, value in part.parameters.items():
         where = f"{key}.parameters.{name}"
         if name not in known:
