@@ -275,7 +275,7 @@ def _critic_warmup(recipe: Recipe) -> tuple[Stage | None, list[Fault]] | None:
     if not steps:
         return None
     training = _of_roles(recipe)
-    del training[ACTOR]
+    training.pop(ACTOR, None)
     settings = _main_settings(recipe) | {"name": "critic_warmup", "steps": steps}
     return _stage(recipe, (), recipe.dataflow, settings, training)
 

@@ -107,6 +107,10 @@ def test_what_check_says(write_recipe, tmp_path):
     assert "target_margin does nothing" in found and "simpo" in found
     (found,) = faults(write_recipe, "simpo", "algorithm.aggregation=sequence_mean_token_mean")
     assert "algorithm.aggregation does nothing: no loss of the dataflow is of tokens" in found
+    alone = (SHIPPED / "dpo.yaml").read_text().replace("role: reference", "role: actor")
+    (tmp_path / "alone.yaml").write_text(alone)
+    found = faults(write_recipe, "dpo", f"dataflow={tmp_path}/alone.yaml")
+    assert sum("compares the role 'actor' with itself" in fault for fault in found) == 2
     path = tmp_path / "flow.yaml"
     path.write_text(
         "inputs: [prompts, targets]\nnodes:\n  update:\n    {role: actor, call: update, "

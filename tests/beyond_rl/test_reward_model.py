@@ -89,6 +89,8 @@ def test_what_check_says(write_recipe):
     assert any("the role 'reward', which the recipe lacks" in fault for fault in found)
     (found,) = faults(ROLES, "roles.reward.optimizr={lr: 1.0e-3}")
     assert "`roles.reward.optimizr`" in found and "did you mean 'optimizer'" in found
+    (found,) = faults(ROLES, "algorithm.critic_warmup_steps=2")
+    assert "critic_warmup_steps does nothing: there is no actor" in found
     found = faults(ROLES, "roles.reward.optimizer=null")
     assert any("would update the role 'reward', which is frozen" in fault for fault in found)
     found = faults(ROLES, "dataflow=sft")

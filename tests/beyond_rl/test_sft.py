@@ -46,6 +46,19 @@ def conversations(tokenizer, assets: Path, rows: int):
     return [dataset.row(index) for index in range(rows)]
 
 
+def test_other_rows_than_those_of_the_checkpoint_are_refused(run_recipe, assets, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    lines = (assets / "train.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines))
+    told = (f"data.train={path}", "checkpoint.every=1", "evaluation=null", "export=false")
+    run_recipe("sft", *told, "steps=1")
+    path.write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match="rows.jsonl is not what .*step-000001 was trained on"):
+        run_recipe("sft", *told, "steps=2", resume=True)
+    path.write_text("".join(lines))
+    assert len(run_recipe("sft", *told, "steps=2", resume=True)) == 2
+
+
 def test_prompts_and_answers_need_no_rollout(run_recipe):
     steps = run_recipe("sft", "evaluation=null")
     assert all(step["update/loss"] > 0 for step in steps)

@@ -91,6 +91,20 @@ def warmup_faults(context: Context) -> Iterator[Fault]:
         if not stage.trained:
             what = f"{key} does nothing: the dataflow trains the actor alone"
             yield context.fault(key, what, "remove it, or use a dataflow with a critic")
+        elif context.recipe.roles.actor is None:
+            what = f"{key} does nothing: there is no actor that would wait"
+            yield context.fault(key, what, "remove it, and raise steps")
+
+
+def own_reference_faults(context: Context) -> Iterator[Fault]:
+    """A policy that is compared with itself: no ratio ever leaves 1, no KL 0."""
+    for stage in context.stages:
+        for node in (n for n in stage.graph.nodes if n.call in ("update", "evaluate")):
+            producer = stage.graph.producers.get(str(node.inputs.get("ref_logprobs")))
+            if producer is not None and producer.role == node.role:
+                what = f"node '{node.name}' compares the role '{node.role}' with itself"
+                fix = f"give '{producer.name}' the role `reference`, or leave `ref_logprobs` out"
+                yield Fault(node.origin, what, fix)
 
 
 def group_faults(context: Context) -> Iterator[Fault]:
@@ -168,6 +182,7 @@ GRAPH_KEYS = (
 CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
     Check(GRAPH_KEYS, update_faults),
+    Check(GRAPH_KEYS, own_reference_faults),
     Check(GRAPH_KEYS, publish_faults),
     Check(GRAPH_KEYS, save_faults),
     Check((*GRAPH_KEYS, "algorithm.critic_warmup_steps"), warmup_faults),
