@@ -333,6 +333,11 @@ class Engine:
         live.load_weights(self._core, folder)
         self._keep_reference_head()
 
+    @property
+    def pad_token_id(self) -> int | None:
+        """What the model's config calls padding; None: nothing."""
+        return self._hf_config.get("pad_token_id")
+
     def save_pretrained(self, folder: str | Path, *, by_token: bool = False) -> None:
         """Writes the model in HuggingFace format, with the source's tokenizer; ``by_token``: its
         scores are of tokens, so as a ``*ForTokenClassification``."""

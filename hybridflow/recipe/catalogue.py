@@ -222,9 +222,10 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             "pooling": Option(
                 "str",
                 "last",
-                choices=("last", "mean"),
-                description="the value after the last token, or the mean of those after each "
-                "token, as the loss bradley_terry_token trains it",
+                choices=("last", "mean", "before_padding"),
+                description="the value after the last token; the mean of those after each "
+                "token, as the loss bradley_terry_token trains it; or the value after the last "
+                "token that is no padding, as transformers reads models whose padding is the end",
             )
         },
     ),

@@ -93,12 +93,12 @@ class ModelWorker:
 
     @transfer(DATA_PARALLEL)
     def score(self, batch: Batch, pooling: str = "last") -> Batch | None:
-        """rewards (samples, float32): the value after the last token of each response, or with
-        ``pooling="mean"`` the mean of the values after each of its tokens."""
+        """rewards (samples, float32): of each response, by one of the ways of ``pooled``."""
         scored = self.values(with_next_token(batch))
         if scored is None:
             return None
-        rewards_S = pooled(scored["values"], pooling)
+        pad = self._engine.pad_token_id
+        rewards_S = pooled(scored["values"], pooling, batch["responses"], pad)
         if not rewards_S.isfinite().all():
             sample = int((~rewards_S.isfinite()).nonzero()[0])
             raise ValueError(
@@ -227,14 +227,33 @@ class ModelWorker:
             self._outbox = None
 
 
-def pooled(values: Ragged, pooling: str) -> torch.Tensor:
-    """``[S]`` a response's score of its values, the first of which stands before its tokens."""
-    if pooling == "last":
-        return values.values[values.offsets[1:] - 1].clone()
-    first_S = values.values[values.offsets[:-1]]
-    owner_T = torch.repeat_interleave(torch.arange(len(values)), values.lengths)
-    sums_S = torch.zeros_like(first_S).index_add(0, owner_T, values.values)
-    return (sums_S - first_S) / (values.lengths - 1).clamp(min=1)
+def pooled(values: Ragged, pooling: str, responses: Ragged, pad: int | None = None) -> torch.Tensor:
+    """``[S]`` a response's score of its values, the first of which stands before its tokens.
+
+    Args:
+        pooling: ``last``, the value after the last token; ``mean``, of those after each token; or
+            ``before_padding``, the value after the last token that is not ``pad``, as transformers
+            reads a ``*ForSequenceClassification``: where padding is the end token, the value
+            before the end.
+        responses: the tokens, one fewer in each row.
+    """
+    starts_S = values.offsets[:-1]
+    if pooling == "mean":
+        first_S = values.values[starts_S]
+        owner_T = torch.repeat_interleave(torch.arange(len(values)), values.lengths)
+        sums_S = torch.zeros_like(first_S).index_add(0, owner_T, values.values)
+        return (sums_S - first_S) / responses.lengths.clamp(min=1)
+    if pooling == "last" or pad is None:
+        return values.values[starts_S + responses.lengths]
+    return values.values[starts_S + _lengths_before(responses, pad)]
+
+
+def _lengths_before(responses: Ragged, pad: int) -> torch.Tensor:
+    """``[S]`` tokens of each response up to the last one that is not ``pad``."""
+    owner_T = torch.repeat_interleave(torch.arange(len(responses)), responses.lengths)
+    upto_T = torch.arange(1, len(owner_T) + 1) - responses.offsets[:-1][owner_T]
+    upto_T = torch.where(responses.values == pad, 0, upto_T)
+    return torch.zeros(len(responses), dtype=torch.int64).scatter_reduce(0, owner_T, upto_T, "amax")
 
 
 def with_next_token(batch: Batch) -> Batch:

@@ -133,4 +133,28 @@ def test_a_score_of_every_token_and_margins(run_recipe, assets: Path, tmp_path: 
 
 def test_scores_of_values():
     values = Ragged.from_rows([[9.0, 1.0, 3.0], [9.0, 5.0]])
-    assert pooled(values, "last").tolist() == [3, 5] and pooled(values, "mean").tolist() == [2, 5]
+    responses = Ragged.from_rows([[7, 8], [8]])
+    assert pooled(values, "last", responses).tolist() == [3, 5]
+    assert pooled(values, "mean", responses).tolist() == [2, 5]
+    assert pooled(values, "before_padding", responses, None).tolist() == [3, 5]
+    assert pooled(values, "before_padding", responses, 8).tolist() == [1, 9]
+
+
+@pytest.mark.parametrize("pad", [0, 1, None])
+def test_scores_before_padding_are_transformers(assets: Path, pad: int | None):
+    """The end of a sequence has the id 1; a response may be cut off before it."""
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(assets / "plain", num_labels=1)
+    model.config.pad_token_id = pad
+    prompts, rows = [[5, 6, 7], [9], [4, 8]], [[11, 12, 1], [13], [1]]
+    with torch.no_grad():
+        theirs = [
+            model(torch.tensor([p + r])).logits[0, 0].item()
+            for p, r in zip(prompts, rows, strict=True)
+        ]
+        values = [
+            model.score(model.model(torch.tensor([p + r])).last_hidden_state)[0, len(p) - 1 :, 0]
+            for p, r in zip(prompts, rows, strict=True)
+        ]
+    found = pooled(Ragged.from_rows(values), "before_padding", Ragged.from_rows(rows), pad)
+    assert found.tolist() == pytest.approx(theirs, rel=1e-5)

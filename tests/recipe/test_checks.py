@@ -238,6 +238,10 @@ def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Pa
         assert any("judge ends in 2 scores, and a value head in one" in f for f in faults)
     (fault,) = found(config | {"architectures": ["Qwen3ForTokenClassification"]})
     assert "scores are of tokens" in fault and "`pooling: mean`" in fault
+    ended = config | {"eos_token_id": [3, 2], "pad_token_id": 2}
+    (fault,) = found(ended)
+    assert "padding is its end token" in fault and "`pooling: before_padding`" in fault
+    assert found(ended | {"pad_token_id": None}) == found(ended | {"pad_token_id": 5}) == []
     (workspace / "judged.yaml").write_text(
         judged.replace("out: [rewards]}", "out: [rewards], pooling: mean}", 1)
     )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from hybridflow.recipe.catalogue import REWARDS
 from hybridflow.recipe.checks.context import Check, Context
@@ -217,18 +218,30 @@ def model_faults(context: Context) -> Iterator[Fault]:
 
 
 def _pooling_faults(context: Context, role: str, nodes: list[Node]) -> Iterator[Fault]:
-    """A model of token scores, of which the graph does not say what a response's score is."""
+    """A model of which the graph does not say what a response's score is: one of token scores, or
+    one whose padding is the end token."""
     path = Path(context.recipe.model_path(role))
     try:
-        names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        names = " ".join(config["architectures"])
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if not any(str(name).endswith("ForTokenClassification") for name in names):
+    if "ForTokenClassification" in names:
+        what = "whose scores are of tokens"
+        fix = "say which is a response's: `pooling: mean` (bradley_terry_token), or `pooling: last`"
+    elif "ForSequenceClassification" in names and _pads_with_the_end(config):
+        what = "whose padding is its end token: transformers reads the value before the end"
+        fix = "say which is a response's: `pooling: before_padding`, as transformers, or "
+        fix += "`pooling: last`; or let config.json have no pad_token_id"
+    else:
         return
     for node in (node for node in nodes if node.call == "score" and "pooling" not in node.options):
-        what = f"node '{node.name}' scores with {path}, whose scores are of tokens"
-        fix = "say which is a response's: `pooling: mean` (bradley_terry_token), or `pooling: last`"
-        yield Fault(node.origin, what, fix)
+        yield Fault(node.origin, f"node '{node.name}' scores with {path}, {what}", fix)
+
+
+def _pads_with_the_end(config: dict[str, Any]) -> bool:
+    ends, pad = config.get("eos_token_id"), config.get("pad_token_id")
+    return pad is not None and pad in (ends if isinstance(ends, list) else [ends])
 
 
 def _head_faults(context: Context, role: str) -> Iterator[Fault]:
