@@ -1,11 +1,14 @@
 """Reading rows from JSONL, CSV, Parquet and HuggingFace datasets on disk. Imports no torch."""
 
+import codecs
 import csv
-import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hybridflow.recipe.json_rows import json_row
 
 _SHOWN_FAULTS = 5
 
@@ -65,20 +68,16 @@ def raise_faults(path: Path, faults: list[str]) -> None:
 def _read_jsonl(path: Path) -> Table:
     """One JSON object a line; blank lines are skipped."""
     rows, lines, faults = [], [], []
-    for number, line in enumerate(_text_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            faults.append(f"{path}:{number}: no JSON: {error.msg} at column {error.colno}")
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-            lines.append(number)
-        else:
-            kind = type(row).__name__
-            faults.append(f"{path}:{number}: a row is a JSON object ({{...}}), not a {kind}")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                rows.append(json_row(line))
+                lines.append(number)
+            except ValueError as error:
+                faults.append(f"{path}:{number}: {error}")
     raise_faults(path, faults)
     columns = tuple(dict.fromkeys(key for row in rows for key in row))
     return Table(path, rows, columns, lines)
@@ -86,6 +85,7 @@ def _read_jsonl(path: Path) -> Table:
 
 def _read_csv(path: Path) -> Table:
     """The first line names the columns; every value is a string."""
+    csv.field_size_limit(sys.maxsize)  # a long answer is no fault of the file
     reader = csv.reader(_text_lines(path), strict=True)
     rows, lines, faults = [], [], []
     try:
@@ -112,7 +112,7 @@ def _read_parquet(path: Path) -> Table:
 
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: no Parquet file: {error}") from error
     return Table(path, table.to_pylist(), tuple(table.column_names))
 
@@ -132,7 +132,13 @@ def _read_dataset(path: Path) -> Table:
         )
     import datasets
 
-    dataset = datasets.load_from_disk(str(path))
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # its files come from elsewhere, and it checks none of them
+        raise ValueError(
+            f"{path}: the dataset is not whole: {type(error).__name__}: {error}; write it anew "
+            "with save_to_disk, or copy all its files"
+        ) from error
     assert isinstance(dataset, datasets.Dataset), "dataset_info.json marks a single dataset"
     return Table(path, dataset, tuple(dataset.column_names))  # type: ignore[arg-type]
 

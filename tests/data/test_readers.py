@@ -47,9 +47,12 @@ def test_messages_survive_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": 1,}\n[1]\n', r"a.jsonl:2: no JSON.*\n.*a.jsonl:3: a row is"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1,}\n[1]\n', r"a.jsonl:2: not JSON.*\n.*a.jsonl:3: a row is"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2: not UTF-8 at byte 7"),
         ("a.jsonl", b"\n\n", "a.jsonl: the file is empty"),
+        ("a.jsonl", b'\n{"a": ' + b"9" * 5000 + b"}", "a.jsonl:2: not JSON: Exceeds the limit"),
+        ("a.jsonl", b'{"a": ' + b"[" * 99_999, "a.jsonl:1: not JSON: its brackets are nested too"),
+        ("a.jsonl", rb'{"a": "1", "b": ["\ud83d"]}', r"a.jsonl:1: column 'b' has \\ud83d, half of"),
         ("a.csv", b"", "a.csv: the file is empty"),
         ("a.csv", b"a,b\n", "a.csv: the file is empty"),
         ("a.csv", b'a,b\n"1\n2",3\n4\n', "a.csv:4: 1 values for 2 columns"),
@@ -63,6 +66,25 @@ def test_faults_name_file_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_table(tmp_path / name)
+
+
+def test_pairs_of_surrogates_and_long_fields_are_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(rb'{"a": "\ud83d\ude00"}')
+    assert read_table(tmp_path / "a.jsonl").rows[0] == {"a": "\U0001f600"}
+    (tmp_path / "a.csv").write_text("a\n" + "1" * 200_000 + "\n")
+    assert len(read_table(tmp_path / "a.csv").rows[0]["a"]) == 200_000
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "no state"])
+def test_a_dataset_folder_that_is_not_whole_is_named(tmp_path, harm):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "set")
+    (arrow,) = (tmp_path / "set").glob("*.arrow")
+    if harm == "no state":
+        (tmp_path / "set" / "state.json").unlink()
+    else:
+        arrow.write_bytes(arrow.read_bytes()[: 100 if harm == "cut" else 0])
+    with pytest.raises(ValueError, match="/set: the dataset is not whole: .*; write it anew"):
+        read_table(tmp_path / "set")
 
 
 def test_many_faults_are_counted_not_listed(tmp_path):

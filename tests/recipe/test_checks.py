@@ -379,10 +379,11 @@ def test_model_folders_that_cannot_be_used(
 
 
 DATA = [
-    (b'{"prompt": "a", "answer": "b"}\n{"prompt"\n', "train.jsonl:2: the line is not JSON"),
-    (b"\n\xff\n", "train.jsonl:2: the line is not UTF-8"),
-    (b"[1]\n", "train.jsonl:1: the line is not a JSON object"),
+    (b'{"prompt": "a", "answer": "b"}\n{"prompt"\n', "train.jsonl:2: not JSON: Expecting"),
+    (b"\n\xff\n", "train.jsonl:2: not UTF-8 at byte 0"),
+    (b"[1]\n", "train.jsonl:1: a row is a JSON object"),
     (b'{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', "train.jsonl:2: the row lacks 'answer'"),
+    (b'{"prompt": "a\\ud800", "answer": "b"}\n', "train.jsonl:1: column 'prompt' has \\ud800"),
     (b"", "train.jsonl: the file holds no rows"),
     (b"x\n" * 9, "train.jsonl: 4 more lines are wrong"),
 ]
@@ -414,7 +415,7 @@ def test_a_column_twice_is_a_fault(workspace: Path):
 
 def test_values_nested_without_end_are_a_fault(workspace: Path):
     Path("train.jsonl").write_text("[" * 100_000 + "\n")
-    assert any("train.jsonl:1: the line is not JSON" in fault for fault in faults_of())
+    assert any("train.jsonl:1: not JSON: its brackets" in fault for fault in faults_of())
     assert "nested too deeply" in faults_of("seed=" + "[" * 10_000)[0]
 
 
@@ -518,7 +519,7 @@ def test_every_fault_at_once(workspace: Path):
         "prompts_per_step=4 does not divide over dp=3",
         "recipe.yaml:3: the roles need 13 devices",
         "recipe.yaml:2: model holds no tokenizer",
-        "train.jsonl:1: the line is not JSON",
+        "train.jsonl:1: not JSON",
         "flow.yaml:8: node 'advantage' consumes 'reward'",
         "flow.yaml:7: node 'ref' acts on the role 'refrence'",
     ):

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from hybridflow.recipe.json_rows import json_row
 
 PARSED_BYTES = 32 * 1024 * 1024  # lines after these are counted, not parsed: a check stays quick
 SHOWN_PROBLEMS = 5
@@ -44,9 +46,10 @@ def _jsonl(path: Path, wanted: tuple[str, ...]) -> Found:
     found, broken, lacking = Found(columns=set()), [], []
     assert found.columns is not None
     for number, line in _parsed_lines(path, found):
-        row, problem = _json_row(line)
-        if row is None:
-            broken.append((number, problem))
+        try:
+            row = json_row(line)
+        except ValueError as error:
+            broken.append((number, str(error)))
             continue
         found.rows += 1
         found.columns |= row.keys()
@@ -76,20 +79,9 @@ def _parsed_lines(path: Path, found: Found) -> Iterator[tuple[int, bytes]]:
                 found.rows += 1
 
 
-def _json_row(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return None, "the line is not UTF-8"
-    except (ValueError, RecursionError) as error:
-        return None, f"the line is not JSON: {error}"
-    if not isinstance(row, dict):
-        return None, "the line is not a JSON object"
-    return row, None
-
-
 def _csv(path: Path) -> Found:
     try:
+        csv.field_size_limit(sys.maxsize)  # a long answer is no fault of the file
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
@@ -114,7 +106,7 @@ def _parquet(path: Path) -> Found:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         return Found(problems=[(None, f"not valid Parquet: {error}")])
     return Found(file.metadata.num_rows, set(file.schema_arrow.names))
 
@@ -139,6 +131,6 @@ def _folder(path: Path) -> Found:
                 reader = pyarrow.ipc.open_stream(source)
                 found.columns = set(reader.schema.names)
                 found.rows += sum(batch.num_rows for batch in reader)
-        except (pyarrow.ArrowInvalid, OSError) as error:
+        except (pyarrow.ArrowException, OSError) as error:
             found.problems.append((None, f"{file.name} cannot be read: {error}"))
     return found
