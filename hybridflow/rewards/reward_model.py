@@ -60,6 +60,12 @@ class RewardModel:
                 f"reward_model: {path} lacks {', '.join(missing)}: it is no reward model, and "
                 "random weights would score at random"
             )
+        names = self._model.config.architectures or []  # as the folder has them
+        if any(name.endswith("ForTokenClassification") for name in names):
+            raise ValueError(
+                f"reward_model: {path} scores tokens, and this takes the last one alone; score "
+                "with a role `head: value` whose node has `pooling: mean`"
+            )
         self._model.eval()
         self._label = _label(path, self._model.config.num_labels, label)
         positions = getattr(self._model.config, "max_position_embeddings", None)

@@ -1,5 +1,8 @@
 """A reward model of transformers from a folder, against the model called directly."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
@@ -99,6 +102,16 @@ def test_folders_that_hold_no_reward_model_are_refused(folder, tmp_path):
     LlamaForCausalLM.from_pretrained(base, dtype="float32").save_pretrained(base)
     with pytest.raises(ValueError, match=r"lacks score.weight: it is no reward model"):
         RewardModel(path=base)
+
+
+def test_a_model_of_token_scores_is_refused(tmp_path):
+    """transformers would load it as one of whole responses without a word."""
+    folder = Path(make(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LlamaForTokenClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"scores tokens.*`pooling: mean`"):
+        RewardModel(path=str(folder))
 
 
 def test_pickles_are_not_read(tmp_path):
