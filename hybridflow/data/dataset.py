@@ -12,6 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from hybridflow.data.encode import ANSWER, CHOSEN, REJECTED, encode
+from hybridflow.data.oddities import oddities
 from hybridflow.data.readers import Table, raise_faults, read_table
 from hybridflow.data.rendering import DataSettings, Renderer
 from hybridflow.recipe.catalogue import column_keys
@@ -72,7 +73,8 @@ class PromptDataset:
 
     ``total`` counts the file's rows, ``dropped`` those whose prompt has more than
     ``max_prompt_tokens`` tokens, or prompt and response together more than ``max_tokens``.
-    ``responses`` are ids by what they are, see ``Encoded``.
+    ``responses`` are ids by what they are, see ``Encoded``. ``oddities`` tells of rows that are
+    hardly meant, in words.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class PromptDataset:
         raise_faults(table.path, empty)
         kept = _fitting(table, settings, prompts, list(encoded.responses.values()))
         self.path = table.path
+        self.oddities = oddities(table.path, encoded, renderer)
         self.total = len(prompts)
         self.dropped = self.total - len(kept)
         self._rows = kept

@@ -70,7 +70,7 @@ def summary(dataset: PromptDataset, settings: DataSettings) -> str:
     for name, ids in dataset.responses.items():
         noun = "answers" if name == ANSWER else f"{name} responses"
         lines.append(f"{noun} have {_lengths(ids.lengths)}, the end of sequence included")
-    return "\n".join(lines)
+    return "\n".join([*lines, *dataset.oddities])
 
 
 def _count(number: int, noun: str) -> str:

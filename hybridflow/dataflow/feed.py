@@ -20,8 +20,8 @@ EVALUATION_PREFIX = "eval_"
 class Feed:
     """Draws the training rows of a step, and holds the evaluation rows.
 
-    The stream's position is all there is to resume from. ``left_out`` says which rows of the files
-    are not among them.
+    The stream's position is all there is to resume from. ``told`` says which rows of the files are
+    not among them, and which are odd.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Feed:
         stream: PromptStream,
         prompts: int,
         evaluation: list[PromptRow],
-        left_out: Sequence[str] = (),
+        told: Sequence[str] = (),
     ) -> None:
         self.stream = stream
         self.prompts = prompts
         self.evaluation = evaluation
-        self.left_out = left_out
+        self.told = told
 
     def draw(self, inputs: Iterable[str]) -> dict[str, Value]:
         """The graph's ``inputs`` for one step, P rows each; advances the stream."""

@@ -69,7 +69,7 @@ def train(
         opened(resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
-        for text in dict.fromkeys(text for feed in feeds.values() for text in feed.left_out):
+        for text in dict.fromkeys(text for feed in feeds.values() for text in feed.told):
             records.event("data", text)
         for text in doubts:
             records.event("warning", text)
@@ -117,15 +117,15 @@ def _feed(
     check_sizes(plan, stage, training)
     stream = PromptStream(training, recipe.seed, recipe.data.shuffle)
     rows: list[PromptRow] = []
-    left_out = [training.left_out]
+    told = [training.left_out, *training.oddities]
     inputs = stage.rows_of("eval")
     if recipe.evaluation is not None and recipe.data.eval is not None and inputs:
         held_out = dataset(recipe.data.eval, inputs)
         check_sizes(plan, stage, held_out)
         count = min(recipe.evaluation.prompts or len(held_out), len(held_out))
         rows = [held_out.row(i) for i in range(count)]
-        left_out.append(held_out.left_out)
-    return Feed(stream, stage.prompts_per_step, rows, [text for text in left_out if text])
+        told += [held_out.left_out, *held_out.oddities]
+    return Feed(stream, stage.prompts_per_step, rows, [text for text in told if text])
 
 
 def _open_folder(

@@ -260,6 +260,29 @@ def test_pairs_of_messages_end_as_the_template_ends_them(chatml, tmp_path):
         load_dataset(Settings(), chatml, broken, PAIR)
 
 
+def test_what_is_hardly_meant_is_told(chatml, tmp_path):
+    same = {"prompt": [TALK[0] | {"id": 7}], "chosen": "2", "rejected": "2"}
+    path = write(tmp_path / "pairs.jsonl", same, same | {"rejected": "\u00e9"})
+    odd = load_dataset(Settings(), chatml, path, PAIR).oddities
+    assert [text.removeprefix(f"{path}: ")[:58] for text in odd] == [
+        "the chosen and the rejected response of 1 of 2 rows are th",
+        "1 of 4 responses hold text that the tokenizer does not kno",
+        "the chat template does not read these keys of messages: id",
+    ]
+    path = write(tmp_path / "pairs.jsonl", same, same)
+    with pytest.raises(ValueError, match=r"response of every row are the same; set data.chosen"):
+        load_dataset(Settings(), chatml, path, PAIR)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, None, [1]])
+def test_values_that_are_no_answer(tokenizer, tmp_path, value):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1", "answer": value, "margin": -1})
+    with pytest.raises(ValueError, match="column 'answer': it must be text or a number"):
+        load_dataset(Settings(), tokenizer, path, ("prompts", "targets"))
+    with pytest.raises(ValueError, match="column 'margin': it must be a number of 0 or more"):
+        load_dataset(Settings(), tokenizer, path, ("prompts", "margins"))
+
+
 def test_labels_margins_and_lengths(tokenizer, tmp_path):
     rows = [
         {"prompt": "1", "answer": "2", "good": label, "margin": number}
