@@ -53,7 +53,7 @@ def test_other_rows_than_those_of_the_checkpoint_are_refused(run_recipe, assets,
     told = (f"data.train={path}", "checkpoint.every=1", "evaluation=null", "export=false")
     run_recipe("sft", *told, "steps=1")
     path.write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="rows.jsonl is not what .*step-000001 was trained on"):
+    with pytest.raises(ValueError, match="rows.jsonl has 23 rows, and had 24 when the run began"):
         run_recipe("sft", *told, "steps=2", resume=True)
     path.write_text("".join(lines))
     assert len(run_recipe("sft", *told, "steps=2", resume=True)) == 2
