@@ -19,6 +19,7 @@ from hybridflow.recipe.graph import Graph, Node
 from hybridflow.recipe.graph_batches import batch_faults
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.registry import Registry
+from hybridflow.recipe.signature import MEGATRON_KINDS
 
 PUBLISHED_ROLE = "actor"
 
@@ -156,8 +157,17 @@ class _TypeCheck:
         if node.role is None:
             return signature(None, node.function)
         named = ROLES[node.role].kind if node.role in ROLES else None
-        kind = self._kinds.get(node.role) or named
+        kind = self._meant(node.role) or named
         return signature(kind, node.call) if kind else None
+
+    def _meant(self, role: str) -> RoleKind | None:
+        """A role's kind; the other kind of model where only that one has what the graph calls."""
+        kind = self._kinds.get(role)
+        if kind not in MEGATRON_KINDS:
+            return kind
+        calls = {node.call for node in self._graph.nodes if node.role == role}
+        fits = [one for one in MEGATRON_KINDS if all(signature(one, call) for call in calls)]
+        return kind if kind in fits or not fits else fits[0]
 
     def _action_faults(self, node: Node) -> Iterator[Fault]:
         if node.function is not None and node.function not in FUNCTIONS:
@@ -170,10 +180,16 @@ class _TypeCheck:
             others = {alias: name for alias, name in ROLES.aliases.items() if name in self._kinds}
             advice = Registry("role", self._kinds, aliases=others).advice(node.role)
             yield Fault(node.origin, what, f"{advice}. Or add it under `roles`")
-        elif node.call is not None and self._signatures[node.name] is None:
-            kind = self._kinds[node.role]
-            what = f"the role '{node.role}' ({kind}) has no call '{node.call}'"
-            yield Fault(node.origin, what, hint(node.call, calls_of(kind)))
+        elif node.call is not None and signature(self._kinds[node.role], node.call) is None:
+            yield self._call_fault(node, self._kinds[node.role])
+
+    def _call_fault(self, node: Node, kind: RoleKind) -> Fault:
+        what = f"the role '{node.role}' ({kind}) has no call '{node.call}'"
+        meant = self._meant(str(node.role))
+        fix = hint(str(node.call), calls_of(kind))
+        if meant != kind and node.role not in ROLES:
+            fix = f"set roles.{node.role}.head to {'value' if meant == 'value' else 'vocabulary'}"
+        return Fault(node.origin, what, fix)
 
     def _trained_role_faults(self, node: Node, known: Signature) -> Iterator[Fault]:
         if known.trainable and node.role in self._kinds and node.role not in self._trained:

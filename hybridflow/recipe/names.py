@@ -6,8 +6,9 @@ from difflib import get_close_matches
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to ``name``, or None when nothing is close."""
-    matches = get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    names = {valid_name.casefold(): valid_name for valid_name in valid}
+    matches = get_close_matches(str(name).casefold(), list(names), n=1, cutoff=0.5)
+    return names[matches[0]] if matches else None
 
 
 def hint(name: str, valid: Iterable[str]) -> str:

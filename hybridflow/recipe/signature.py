@@ -11,7 +11,7 @@ from hybridflow.recipe.rules import Rule
 RoleKind = Literal["model", "value", "rollout", "reward"]
 """``model``: a Megatron model that ends in the vocabulary; ``value``: in one number a token."""
 
-MEGATRON_KINDS = ("model", "value")
+MEGATRON_KINDS: tuple[RoleKind, ...] = ("model", "value")
 
 
 @dataclass(frozen=True)

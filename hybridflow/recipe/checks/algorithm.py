@@ -210,45 +210,6 @@ def _kl_faults(context: Context, node: Node) -> Iterator[Fault]:
         yield Fault(node.origin, what, "give it `kl_coef`, or remove them from its inputs")
 
 
-def correction_faults(context: Context) -> Iterator[Fault]:
-    """Corrections whose fields the graph does not give, or that would do nothing."""
-    algorithm = context.recipe.algorithm
-    told = algorithm.rollout_correction
-    if told is not None and told.low is not None and told.low >= told.high:
-        what = f"algorithm.rollout_correction has low {told.low:g} and high {told.high:g}"
-        yield context.fault("algorithm.rollout_correction.low", what, "let low be below high")
-    needs = {
-        "rollout_correction": ("rollout_logprobs", "old_logprobs"),
-        "off_policy_mask": ("rollout_logprobs",),
-    }
-    for key, fields in needs.items():
-        if getattr(algorithm, key) is not None:
-            for node in _policy_updates(context):
-                yield from _correction_faults(node, key, fields)
-
-
-def _policy_updates(context: Context) -> Iterator[Node]:
-    """Updates of stages that sample, with a loss that has advantages."""
-    for stage in context.stages:
-        for node in stage.graph.nodes if stage.generates else ():
-            loss = LOSSES.get(str(node.options.get("loss"))) if node.call == "update" else None
-            if loss is not None and "advantages" in loss.needs:
-                yield node
-
-
-def _correction_faults(node: Node, key: str, fields: tuple[str, ...]) -> Iterator[Fault]:
-    for field in fields:
-        if field not in node.inputs:
-            what = f"node '{node.name}' lacks `{field}`, which algorithm.{key} needs"
-            yield Fault(node.origin, what, f"add `{field}` to its inputs")
-    given = [node.inputs.get(field) for field in fields]
-    if None not in given and len(set(given)) < len(given):
-        what = f"node '{node.name}' takes '{given[0]}' as {' and as '.join(fields)}: "
-        what += f"algorithm.{key} would find no difference"
-        fix = "compute old_logprobs with the actor, or remove the setting"
-        yield Fault(node.origin, what, fix)
-
-
 GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm")
 
 CHECKS = (
@@ -259,7 +220,6 @@ CHECKS = (
     Check((*GRAPHS, "data"), adaptive_faults),
     Check(GRAPHS, old_faults),
     Check(GRAPHS, reward_faults),
-    Check((*GRAPHS, "roles.actor"), correction_faults),
     Check(GRAPHS, loop_faults),
     Check(GRAPHS, full_kl_faults),
 )
