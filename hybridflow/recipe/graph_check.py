@@ -166,8 +166,10 @@ class _TypeCheck:
         if kind not in MEGATRON_KINDS:
             return kind
         calls = {node.call for node in self._graph.nodes if node.role == role}
-        fits = [one for one in MEGATRON_KINDS if all(signature(one, call) for call in calls)]
-        return kind if kind in fits or not fits else fits[0]
+        fits: list[RoleKind] = [
+            one for one in MEGATRON_KINDS if all(signature(one, call) for call in calls)
+        ]
+        return fits[0] if fits and kind not in fits else kind
 
     def _action_faults(self, node: Node) -> Iterator[Fault]:
         if node.function is not None and node.function not in FUNCTIONS:

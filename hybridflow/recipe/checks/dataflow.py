@@ -96,17 +96,6 @@ def warmup_faults(context: Context) -> Iterator[Fault]:
             yield context.fault(key, what, "remove it, and raise steps")
 
 
-def own_reference_faults(context: Context) -> Iterator[Fault]:
-    """A policy that is compared with itself: no ratio ever leaves 1, no KL 0."""
-    for stage in context.stages:
-        for node in (n for n in stage.graph.nodes if n.call in ("update", "evaluate")):
-            producer = stage.graph.producers.get(str(node.inputs.get("ref_logprobs")))
-            if producer is not None and producer.role == node.role:
-                what = f"node '{node.name}' compares the role '{node.role}' with itself"
-                fix = f"give '{producer.name}' the role `reference`, or leave `ref_logprobs` out"
-                yield Fault(node.origin, what, fix)
-
-
 def group_faults(context: Context) -> Iterator[Fault]:
     """Group sizes that the graph cannot work with."""
     for stage in context.stages:
@@ -182,7 +171,6 @@ GRAPH_KEYS = (
 CHECKS = (
     Check(GRAPH_KEYS, graph_faults),
     Check(GRAPH_KEYS, update_faults),
-    Check(GRAPH_KEYS, own_reference_faults),
     Check(GRAPH_KEYS, publish_faults),
     Check(GRAPH_KEYS, save_faults),
     Check((*GRAPH_KEYS, "algorithm.critic_warmup_steps"), warmup_faults),

@@ -104,7 +104,8 @@ def reference_faults(context: Context) -> Iterator[Fault]:
                 what += f"which node '{maker.name}' gives: the policy that sampled"
                 yield Fault(node.origin, what, fix)
             elif maker.role == policy:
-                what += f"but '{maker.role}' is the policy itself: they never differ by much"
+                what = f"node '{node.name}' compares the role '{policy}' with itself"
+                fix = f"give '{maker.name}' the role `reference`, or leave `ref_logprobs` out"
                 yield Fault(node.origin, what, fix)
 
 
