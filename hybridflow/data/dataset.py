@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 
@@ -128,14 +126,6 @@ class PromptDataset:
     def where(self, index: int) -> str:
         """``file:line`` of row ``index`` of those that were kept."""
         return self._table.where(self._rows[index])
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the kept rows' tokens in their order: other data have another one."""
-        found = 0
-        for rows in (self.prompts, *self.responses.values()):
-            found = crc32(rows.values.data, crc32(rows.offsets.data, found))
-        return f"{len(self)} rows, {found:08x}"
 
     def longest(self) -> tuple[int, int]:
         """The kept row of which a forward pass sees most tokens, and their number: those of each

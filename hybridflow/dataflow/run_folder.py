@@ -30,7 +30,6 @@ class Progress:
     Attributes:
         live: the live values, as ``SharedState.saved`` gives them; empty: as the recipe says.
         rewards: the parameters that reloads told, by reward role and function.
-        data: what tells the stage's training rows from others; empty: not known.
     """
 
     stage_index: int
@@ -40,7 +39,6 @@ class Progress:
     weight_version: int
     live: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    data: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,11 +175,8 @@ _MAPPINGS = ("live", "rewards")
 def _read_progress(path: Path) -> Progress:
     try:
         progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
-        others = ("data", *_MAPPINGS)
-        numbers = {name: value for name, value in asdict(progress).items() if name not in others}
-        if not isinstance(progress.data, str):
-            reason = "`data` is no text"
-        elif not all(type(value) is int for value in numbers.values()):
+        numbers = {name: value for name, value in asdict(progress).items() if name not in _MAPPINGS}
+        if not all(type(value) is int for value in numbers.values()):
             reason = "a value is no integer"
         elif wrong := [n for n in _MAPPINGS if not isinstance(getattr(progress, n), dict)]:
             reason = f"`{wrong[0]}` is no mapping"

@@ -112,7 +112,6 @@ class Trainer:
     def _resume(self, checkpoint: Checkpoint) -> None:
         """The engine's state, the data's position, and the servers' weights, proven."""
         progress = checkpoint.progress
-        self._require_same_data(checkpoint)
         start_model = self._folder.start_model_path
         resume_as_actor(self._plan, progress.stage_index, self._team, start_model)
         self._team.begin_stage(self._plan.stages[progress.stage_index], resuming=True)
@@ -125,18 +124,6 @@ class Trainer:
         stage = self._plan.stages[progress.stage_index]
         self._feeds[stage.name].stream.seek(progress.stream_position)
         self._records.event("resume", f"from {checkpoint.folder}, after step {progress.step}")
-
-    def _require_same_data(self, checkpoint: Checkpoint) -> None:
-        """A position in other rows would draw other prompts than the run would have drawn."""
-        progress = checkpoint.progress
-        rows = self._feeds[self._plan.stages[progress.stage_index].name].stream.dataset
-        if progress.data and progress.data != rows.fingerprint:
-            raise ValueError(
-                f"--resume: {rows.path} is not what {checkpoint.folder} was trained on (now "
-                f"{rows.fingerprint}, then {progress.data}), so that other prompts would "
-                "follow; bring the file back, or begin a run from that checkpoint's model "
-                "(`hybridflow convert`) with model.path"
-            )
 
     def _restore_state(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
@@ -219,7 +206,6 @@ class Trainer:
             global_step=context.global_step,
             stream_position=self._feeds[stage.name].stream.position,
             weight_version=self._team.version,
-            data=self._feeds[stage.name].stream.dataset.fingerprint,
         )
         partial = self._folder.begin_checkpoint(progress)
         self._team.save(partial)
