@@ -266,5 +266,7 @@ def _example(key: str, info: FieldInfo | None) -> str:
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
     if isinstance(value, Section):
         value = value.model_dump()
+    if value is None and (kinds := [k for k in get_args(info.annotation) if _is_section(k)]):
+        value = {n: i.examples[0] for n, i in kinds[0].model_fields.items() if i.examples}
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
     return f"`{key}: {text}` ({info.description})"

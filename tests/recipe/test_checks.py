@@ -260,6 +260,18 @@ def test_a_reward_model_has_a_trained_head_and_the_same_vocabulary(workspace: Pa
     assert "cannot hold the longest sample and its end" in fault and "at least 13" in fault
 
 
+def test_a_policy_does_not_end_in_scores(workspace: Path):
+    config = CONFIG | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    (workspace / "model" / "config.json").write_text(json.dumps(config))
+    assert any("actor, reference give the probabilities of tok" in fault for fault in faults_of())
+
+
+def test_a_section_that_is_a_plain_value(workspace: Path):
+    assert any("sync: " in fault for fault in faults_of("roles.rollout.sync=direct"))
+    (found,) = faults_of("roles.critic=3")
+    assert "`roles.critic` must be a mapping" in found and "critic: {'optimizer': {'lr'" in found
+
+
 def test_a_target_is_the_long_form_in_short(workspace: Path):
     (workspace / "mine.py").write_text(MINE)
     short = load_recipe("recipe.yaml", ["roles.reward={_target_: mine.py:needy, scale: 2}"])

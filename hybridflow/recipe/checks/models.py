@@ -67,7 +67,24 @@ def _scores(config: dict[str, Any]) -> int:
     return labels(config) if has_value_head(config) else 0
 
 
+def vocabulary_faults(context: Context) -> Iterator[Fault]:
+    """A model that ends in scores, for roles that end in the vocabulary."""
+    from megatron_bridge.registry import has_value_head
+
+    config, recipe = context.hf_config, context.recipe
+    if config is None or not has_value_head(config):
+        return
+    kinds = recipe.roles.kinds()
+    roles = [r for r in context.plan.layouts if kinds[r] == "model"]
+    roles = [role for role in roles if recipe.model_path(role) == recipe.model.path]
+    if roles:
+        what = f"{recipe.model.path} ends in scores ({config['architectures'][0]}), but "
+        what += f"{', '.join(roles)} give the probabilities of tokens"
+        yield context.fault("model.path", what, "give the folder of a *ForCausalLM")
+
+
 CHECKS = (
+    Check(("model.path", "dataflow", "warm_start.dataflow", "roles.*"), vocabulary_faults),
     Check(("roles.critic", "roles.rollout.colocate"), host_faults),
     Check(("roles.critic", "roles.actor.parallel", "dataflow"), own_model_faults),
 )
