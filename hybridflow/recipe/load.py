@@ -227,6 +227,13 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
+def _sections(kind: Any) -> list[type[Section]]:
+    """The sections that an annotation allows."""
+    if _is_section(kind):
+        return [kind]
+    return [found for inner in get_args(kind) for found in _sections(inner)]
+
+
 def _of_mapping(kind: Any) -> Any:
     """What a mapping of free names holds."""
     while get_origin(kind) is Annotated:
@@ -266,7 +273,12 @@ def _example(key: str, info: FieldInfo | None) -> str:
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
     if isinstance(value, Section):
         value = value.model_dump()
-    if value is None and (kinds := [k for k in get_args(info.annotation) if _is_section(k)]):
-        value = {n: i.examples[0] for n, i in kinds[0].model_fields.items() if i.examples}
+    if value is None and (kinds := _sections(info.annotation)):
+        given = {
+            name: field.examples[0]
+            for name, field in kinds[0].model_fields.items()
+            if field.examples
+        }
+        value = str(given).replace("'", "")
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
     return f"`{key}: {text}` ({info.description})"

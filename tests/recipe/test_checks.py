@@ -269,7 +269,9 @@ def test_a_policy_does_not_end_in_scores(workspace: Path):
 def test_a_section_that_is_a_plain_value(workspace: Path):
     assert any("sync: " in fault for fault in faults_of("roles.rollout.sync=direct"))
     (found,) = faults_of("roles.critic=3")
-    assert "`roles.critic` must be a mapping" in found and "critic: {'optimizer': {'lr'" in found
+    assert "`roles.critic` must be a mapping" in found and "`critic: {optimizer: {lr: " in found
+    (found,) = faults_of("roles.reward=exact_match")
+    assert "write for instance `reward: {function: exact_match}`" in found
 
 
 def test_a_target_is_the_long_form_in_short(workspace: Path):
