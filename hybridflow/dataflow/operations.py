@@ -19,7 +19,6 @@ from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.graph import Node
 from hybridflow.recipe.schema import Recipe
 from hybridflow.workers.model import ModelWorker
-from hybridflow.workers.reward import RewardWorker
 
 SCORE_GRACE_SECONDS = 120.0
 """After a reward role's own deadline: for ending processes, and for texts and tensors."""
@@ -113,9 +112,12 @@ def _generate(node: Node, around: Surroundings, batch: Batch, context: StepConte
 
 def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     role = str(node.role)
-    group, section = around.team.groups[role], around.recipe.roles.rewards()[role]
+    section = around.recipe.roles.rewards()[role]
     seconds = section.timeout_seconds + SCORE_GRACE_SECONDS
-    result = group.run(RewardWorker.score, batch, timeout=seconds)
+    result, repaired = around.team.score(role, batch, seconds)
+    if repaired:
+        around.tell("repair", f"step {context.step}: {repaired}")
+    group = around.team.groups[role]
     if (text := around.team.failed_samples.see(role, group, result)) is not None:
         around.tell("warning", f"step {context.step}: {text}")
     return result

@@ -12,7 +12,14 @@ import torch
 
 from hybridflow.algorithms.losses.preference import PreferenceSettings
 from hybridflow.batch import Batch
-from hybridflow.cluster import Pool, Session, WorkerGroup, wait_until_started
+from hybridflow.cluster import (
+    CallTimeout,
+    Pool,
+    Session,
+    WorkerDied,
+    WorkerGroup,
+    wait_until_started,
+)
 from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
 from hybridflow.dataflow.reward_roles import (
@@ -88,6 +95,7 @@ class Team:
         trained = {role for one in plan.stages for role in one.trained}
         self._trained = [role for role in plan.roles if role in trained]
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
+        self._start: dict[str, Callable[[], WorkerGroup]] = {}
         self.groups: dict[str, WorkerGroup] = {}
         engines: list[RolloutEngine] = []
         for role in plan.roles:
@@ -97,7 +105,9 @@ class Team:
                 engines = _engines(plan, session, pool)
                 continue
             worker, layout, settings = self._member(role, self.kinds[role], stage)
-            self.groups[role] = session.group(role, worker, layout, pool, settings)
+            start = partial(session.group, role, worker, layout, pool, settings)
+            self._start[role] = start
+            self.groups[role] = start()
         wait_until_started([*self.groups.values(), *(engine.group for engine in engines)])
         self.publisher: Publisher | None = None
         if engines:
@@ -220,6 +230,22 @@ class Team:
     def evaluate(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss and its metrics under a role's weights, without a step."""
         return self.groups[role].run(ModelWorker.evaluate, batch, loss)
+
+    def score(self, role: str, batch: Batch, seconds: float) -> tuple[Batch, str]:
+        """What the workers of a reward role say of a batch, and what was repaired for it.
+
+        They keep nothing from one call to the next: where one has died or stands still, all are
+        started anew, once, and score the whole batch.
+        """
+        try:
+            return self.groups[role].run(RewardWorker.score, batch, timeout=seconds), ""
+        except (CallTimeout, WorkerDied) as error:
+            first_line = str(error).splitlines()[0]
+        self.groups[role] = self._start[role]().wait_until_started()
+        if reloaded := self.reward_parameters.get(role):
+            load_anew(self.groups[role], role, reloaded)
+        result = self.groups[role].run(RewardWorker.score, batch, timeout=seconds)
+        return result, f"the workers of '{role}' were started anew: {first_line}"
 
     def reload_reward(self, role: str, parameters: Mapping[str, Any] | None = None) -> None:
         """Load a reward role's code and models anew, with other parameters where told; see

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hybridflow.monitor import read_events, read_metrics
-from tests.dataflow.commands import TrainCommand
+from tests.dataflow.commands import DEADLINE, TrainCommand
 
 pytestmark = pytest.mark.slow
 DP2 = "roles.actor.parallel.dp=2"
@@ -88,6 +88,31 @@ def test_a_killed_actor_rank(running, number) -> None:
     assert running.wait() == 1
     assert "actor rank" in running.output and "died" in running.output, running.output
     assert not running.left_over()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_reward_worker_is_replaced(recipe_file, tmp_path, number) -> None:
+    """Rewards are the same with and without: the workers keep nothing."""
+    whole = TrainCommand(recipe_file, f"output={tmp_path}/whole", "steps=12")
+    assert whole.wait() == 0, whole.output
+    run = TrainCommand(
+        recipe_file,
+        "steps=12",
+        "roles.reward={sample_timeout_seconds: 1, timeout_seconds: 10}",
+        deadline=DEADLINE + 240,
+    )
+    run.wait_for("a step of the main stage", lambda: recorded(tmp_path) > 3)
+    (worker, *_) = run.workers("reward")
+    worker.send_signal(number)
+    assert run.wait() == 0, run.output
+    assert "repair" in kinds(tmp_path / "run"), run.output
+    assert "the workers of 'reward' were started anew" in run.output
+    rewards = [
+        [row["metrics"].get("reward/mean") for row in read_metrics(tmp_path / name)]
+        for name in ("whole", "run")
+    ]
+    assert rewards[0] == rewards[1]
+    assert not run.left_over()
 
 
 def test_a_killed_driver_leaves_nothing(running) -> None:
