@@ -10,7 +10,7 @@ from hybridflow.cluster.errors import (
 )
 from hybridflow.cluster.group import WorkerGroup, wait_until_started
 from hybridflow.cluster.local_session import LocalSession
-from hybridflow.cluster.ranks_session import RanksSession
+from hybridflow.cluster.ranks_session import RanksSession, serve
 from hybridflow.cluster.ranks_store import RanksStore
 from hybridflow.cluster.ray_session import RaySession
 from hybridflow.cluster.session import Pool, Session
@@ -43,6 +43,7 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "WorkerGroup",
+    "serve",
     "transfer",
     "wait_until_started",
 ]

@@ -43,7 +43,7 @@ class LocalSession(Session):
                 f"layout has {order.layout.world}; use tp=pp=dp=1 or a RaySession"
             )
         order.slots()
-        return _Threads(order.name, order.worker_class, order.layout.world, order.init)
+        return Threads(order.name, order.worker_class, order.layout.world, order.init)
 
     def close(self) -> None:
         """Closes every group."""
@@ -105,7 +105,15 @@ class Lane:
                 future.set_result(answer)
 
 
-class _Threads:
+def await_futures(
+    pending: Sequence[Future[Outcome]], seconds: float, everything: bool
+) -> list[Future[Outcome]]:
+    """Those that are done, once one is, or all are, or the time is over."""
+    mode = ALL_COMPLETED if everything else FIRST_COMPLETED
+    return list(wait(pending, timeout=seconds, return_when=mode).done)
+
+
+class Threads:
     """``Ranks`` as threads of this process."""
 
     def __init__(self, role: str, worker_class: type, world: int, init: Piece) -> None:
@@ -138,8 +146,7 @@ class _Threads:
     def wait(
         self, pending: Sequence[Future[Outcome]], seconds: float, everything: bool
     ) -> list[Future[Outcome]]:
-        mode = ALL_COMPLETED if everything else FIRST_COMPLETED
-        return list(wait(pending, timeout=seconds, return_when=mode).done)
+        return await_futures(pending, seconds, everything)
 
     def outcome(self, pending: Future[Outcome]) -> Outcome:
         if isinstance(pending.exception(timeout=0), LaneClosed):

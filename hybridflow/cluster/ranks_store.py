@@ -1,39 +1,21 @@
-"""What the ranks of a torchrun job say to each other outside their collectives.
+"""What the ranks of a torchrun job say to each other before they are connected.
 
-Short texts in torchrun's own store: what rank 0 decided, and that a rank has failed. A rank that
-waits in a collective for one that is gone thus learns why.
+Short texts in torchrun's own store, such as where rank 0 listens.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
+import socket
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridflow.cluster.errors import ClusterError, WorkerError
-from hybridflow.cluster.host import Failure
+from hybridflow.cluster.errors import ClusterError
+from hybridflow.cluster.host import Node
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_FAILED = "hybridflow/failed"
 _POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """The first failure that a rank told the others."""
-
-    rank: int
-    role: str
-    method: str
-    failure: Failure
-
-    def error(self) -> WorkerError:
-        """As the error that the rank itself raised."""
-        told = self.failure
-        return WorkerError(self.role, self.rank, self.method, told.kind, told.message, told.trace)
 
 
 class RanksStore:
@@ -57,21 +39,19 @@ class RanksStore:
         """Says ``text`` under ``key`` to all ranks."""
         self._store.set(f"hybridflow/said/{key}", text)
 
-    def hear(self, key: str) -> str:
-        """What was said under ``key``; waits for it.
+    def hear(self, key: str, seconds: float | None = None) -> str:
+        """What was said under ``key``; waits for it, for ``seconds`` or the store's own.
 
         Raises:
-            WorkerError: another rank has failed meanwhile.
             TimeoutError: nothing was said in time.
         """
         name = f"hybridflow/said/{key}"
-        deadline = time.monotonic() + self._seconds
+        patience = self._seconds if seconds is None else seconds
+        deadline = time.monotonic() + patience
         while not self._check(name):
-            if (failed := self.failure()) is not None:
-                raise failed.error()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {self.rank} waited {self._seconds:g} s for rank 0 to say '{key}'"
+                    f"rank {self.rank} waited {patience:g} s for rank 0 to say '{key}'"
                 )
             time.sleep(_POLL_SECONDS)
         return self._store.get(name).decode()
@@ -83,18 +63,12 @@ class RanksStore:
             time.sleep(_POLL_SECONDS)
         return said
 
-    def fail(self, role: str, method: str, failure: Failure) -> None:
-        """Tells the other ranks; only the first failure of a job is kept."""
-        told = {"rank": self.rank, "role": role, "method": method, "failure": asdict(failure)}
-        self._store.compare_set(_FAILED, "", json.dumps(told))
-
-    def failure(self) -> RankFailure | None:
-        """The job's first failure."""
-        if not self._check(_FAILED):
-            return None
-        told = json.loads(self._store.get(_FAILED).decode())
-        failure = Failure(**told.pop("failure"))
-        return RankFailure(**told, failure=failure)
+    def node(self) -> Node:
+        """The machine of this rank, by torchrun's number; ranks of one machine meet on its
+        loopback."""
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
+        number = os.environ.get("GROUP_RANK", "0")
+        return Node(f"node-{number}", "127.0.0.1" if alone else _own_address())
 
     def _check(self, name: str) -> bool:
         try:
@@ -104,3 +78,10 @@ class RanksStore:
                 f"rank {self.rank} has lost torchrun's store at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
             ) from error
+
+
+def _own_address() -> str:
+    """The address by which this machine reaches the job's first one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return probe.getsockname()[0]

@@ -51,13 +51,11 @@ def train(
     open_session: Callable[[Path], Session],
     options: LaunchOptions,
     runner: Runner | None = None,
-    opened: Callable[[Checkpoint | None], None] = lambda resume: None,
 ) -> Path:
     """Run the plan; returns the run's folder.
 
     ``open_session`` gets the folder for the workers' logs. The session is closed here, whatever
-    happens; the report is written even when the run fails. ``opened`` is told where the run goes
-    on from, once its folder is its own.
+    happens; the report is written even when the run fails.
     """
     with ExitStack() as stack:
         begin_end = stack.enter_context(orderly_end())
@@ -66,7 +64,6 @@ def train(
         feeds = make_feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
         doubts = _compare_data(plan, feeds, folder, resume)
-        opened(resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
         for text in dict.fromkeys(text for feed in feeds.values() for text in feed.told):

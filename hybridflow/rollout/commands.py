@@ -118,8 +118,16 @@ def _cores_per_rank(config: ServerConfig) -> str:
     return "|".join(groups)
 
 
+# A server that rank 0 of a job starts is no rank of it.
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
 def _environment(config: ServerConfig, *python_path: Path) -> dict[str, str]:
-    dropped = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", SYNC_FOLDER)
+    dropped = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", SYNC_FOLDER, *_OF_TORCHRUN)
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     environment |= {
         "OMP_NUM_THREADS": str(config.threads),

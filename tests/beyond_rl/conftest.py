@@ -127,3 +127,22 @@ def run_recipe(write_recipe: Callable[..., Path]) -> RunRecipe:
         return [row["metrics"] for row in read_metrics(folder)]
 
     return run
+
+
+@pytest.fixture
+def other_model(assets: Path, tmp_path: Path) -> Path:
+    """The tiny model with other weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(assets / "plain")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * parameter.std() * noise)
+    model.save_pretrained(folder)
+    for file in (assets / "plain").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder

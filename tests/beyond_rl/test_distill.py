@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from hybridflow.algorithms import FUNCTIONS, FunctionContext
@@ -51,21 +50,3 @@ def test_another_vocabulary_is_a_fault(write_recipe, assets: Path, tmp_path: Pat
     recipe = load_recipe(write_recipe("distill"), told(assets, teacher))
     (fault,) = check(recipe)
     assert "2 tokens differ, such as '7'" in str(fault) and "same tokenizer" in str(fault)
-
-
-@pytest.fixture
-def other_model(assets: Path, tmp_path: Path) -> Path:
-    """The tiny model with other weights."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path / "other"
-    model = AutoModelForCausalLM.from_pretrained(assets / "plain")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.3 * parameter.std() * noise)
-    model.save_pretrained(folder)
-    for file in (assets / "plain").glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder

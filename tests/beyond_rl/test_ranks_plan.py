@@ -6,13 +6,10 @@ from hybridflow.dataflow.launch_ranks import check_plan
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
 
-ROLLOUT = "roles.rollout={sampling: {max_tokens: 4}}"
 CASES = [
     ("sft", ["roles.actor.parallel.dp=4"], "layout has 4 ranks, torchrun has started 2"),
-    ("sft", [ROLLOUT], "models alone, and this one acts on rollout; run it with Ray"),
     ("dpo", ["roles.reference={}"], "`colocate: actor`.* the pools are actor, reference"),
     ("dpo", ["roles.reference={colocate: actor, parallel: {tp: 2}}"], "`colocate: actor`"),
-    ("sft", ["control={}"], "control: under torchrun"),
 ]
 
 

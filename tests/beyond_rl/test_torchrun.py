@@ -80,6 +80,33 @@ def test_two_ranks_give_what_one_process_gives(recipe, run_recipe, tmp_path: Pat
     assert_same(tmp_path / "ranks", run_recipe("dpo", "roles.reference={colocate: actor}"))
 
 
+def test_a_job_samples_and_is_taught_without_ray(
+    recipe, run_recipe, assets, other_model, tmp_path: Path
+):
+    """The server and what scores live beside rank 0; weights go to it from both ranks."""
+    sizes = {"prompts_per_step": 8, "samples_per_prompt": 4, "max_prompt_tokens": 32}
+    sizes["train"] = str(assets / "train.jsonl")
+    roles = {
+        "actor": {"optimizer": {"lr": 1e-3}},
+        "teacher": {"head": "vocabulary", "model": str(other_model), **REFERENCE},
+        "rollout": {"sampling": {"max_tokens": 5}},
+    }
+    alone = run_recipe(
+        "distill",
+        *(f"data.{name}={value}" for name, value in sizes.items()),
+        *(f"roles.{name}={value}" for name, value in roles.items()),
+        *("evaluation=null", "data.eval=null", "steps=2"),
+    )
+    told = {"data": sizes, "roles": roles, "evaluation": None, "control": {}, "steps": 2}
+    told["cluster"] = {"devices_per_node": 3}
+    job = Job(recipe("distill", **told))
+    assert job.done.returncode == 0, job.output
+    first, second = measured(tmp_path / "ranks")
+    # Of the same samples; later ones may differ where sums in another order tip a draw.
+    assert first == pytest.approx({name: alone[0][name] for name in first}, rel=1e-4, abs=1e-6)
+    assert second["weights/version"] == 2 and second["update/rollout_gap_max"] < 1e-4
+
+
 @pytest.mark.slow
 def test_two_ranks_go_on_from_a_checkpoint(recipe, run_recipe, tmp_path: Path):
     path = recipe("sft", steps=2, checkpoint={"every": 1})

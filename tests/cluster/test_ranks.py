@@ -1,4 +1,4 @@
-"""A session over torchrun's ranks: results on every rank, and the reason of a failure."""
+"""A session over torchrun's ranks: rank 0 has the results, and the reason of a failure."""
 
 import os
 import subprocess
@@ -26,17 +26,16 @@ def run(way: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_every_rank_has_the_result() -> None:
+def test_rank_0_has_the_results_of_all() -> None:
     code, output = run("well")
     assert code == 0, output
-    assert "rank 0 has [21, 21]" in output and "rank 1 has [21, 21]" in output
+    assert "rank 0 has [21, 21]" in output and "rank 1 was let go" in output
 
 
 def test_the_reason_reaches_a_rank_that_waits_in_a_collective() -> None:
     code, output = run("raise")
     assert code == 1
-    for rank in (0, 1):
-        assert f"rank {rank} was told: adder rank 1: KeyError in total: 'units'" in output, output
+    assert "rank 0 was told: adder rank 1: KeyError in total: 'units'" in output, output
 
 
 @pytest.mark.slow
@@ -44,3 +43,4 @@ def test_a_rank_that_dies_ends_the_job() -> None:
     code, output = run("die")
     assert code == 1 and "SIGKILL" in output
     assert "rank 0 has" not in output
+    assert "rank 0 was told: adder rank 1 died" in output or "SIGTERM" in output, output

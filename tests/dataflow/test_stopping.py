@@ -90,7 +90,10 @@ def test_a_killed_actor_rank(running, number) -> None:
     assert not running.left_over()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.timeout(900))],
+)
 def test_a_lost_reward_worker_is_replaced(recipe_file, tmp_path, number) -> None:
     """Rewards are the same with and without: the workers keep nothing."""
     whole = TrainCommand(recipe_file, f"output={tmp_path}/whole", "steps=12")
@@ -98,7 +101,7 @@ def test_a_lost_reward_worker_is_replaced(recipe_file, tmp_path, number) -> None
     run = TrainCommand(
         recipe_file,
         "steps=12",
-        "roles.reward={sample_timeout_seconds: 1, timeout_seconds: 10}",
+        *("roles.reward.sample_timeout_seconds=1", "roles.reward.timeout_seconds=10"),
         deadline=DEADLINE + 240,
     )
     run.wait_for("a step of the main stage", lambda: recorded(tmp_path) > 3)
