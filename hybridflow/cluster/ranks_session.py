@@ -58,8 +58,8 @@ class RanksSession(Session):
         self._peers = accept_peers(store, start_timeout)
         if not wait([joining], timeout=start_timeout).done:
             raise TimeoutError(
-                f"rank 0 waited {start_timeout:g} s for the other ranks of {self.world} to join the "
-                "job's process group: one may not have started, or cannot be reached"
+                f"rank 0 waited {start_timeout:g} s for the other ranks of {self.world} to join "
+                "the job's process group: one may not have started, or cannot be reached"
             )
         joining.result()
 
