@@ -123,9 +123,13 @@ class Line:
             except (EOFError, OSError) as error:
                 raise ConnectionError("rank 0, which drives the run, is gone") from error
             if ask.what == "end":
-                self._connection.close()
+                self.close()
                 return
             yield number, ask
+
+    def close(self) -> None:
+        """Says no more."""
+        self._connection.close()
 
     def answer(self, number: int, outcome: Outcome) -> None:
         """What became of it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.measures import advantage_metrics, reference_kl, source_means
-from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
+from hybridflow.dataflow.reward_roles import is_constant, score_metrics
 from hybridflow.dataflow.rounds import (
     all_rounds,
     kept_metrics,
@@ -61,7 +61,6 @@ class Observer:
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
         self._sources: dict[str, list[str]] = defaultdict(list)
-        self._constant: dict[str, ConstantReward] = defaultdict(ConstantReward)
         self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
         self._labels = [n.outputs["labels"] for n in graph.nodes if n.function == "outcome_labels"]
         self._main_reward = _main_reward(graph, self._training_scores)
@@ -136,7 +135,7 @@ class Observer:
         if self._main_reward in outcome.fields:
             rewards_S = outcome.fields[self._main_reward].data
             found |= reward_metrics(rewards_S)
-            found["reward/constant"] = self._constant["reward"].see(rewards_S)
+            found["reward/constant"] = is_constant(rewards_S)
         return found
 
     def _constants(self, name: str, label: str, result: Batch) -> dict[str, float]:
@@ -144,10 +143,7 @@ class Observer:
         values = {} if name == "reward" else {name: result["rewards"]}
         parts = {f.partition(":")[2]: d for f, d in result.fields.items() if _is_part(f)}
         values |= {f"reward/{label}/{part}": data for part, data in parts.items()}
-        return {
-            f"{key}/constant": self._constant[key].see(rewards_S)
-            for key, rewards_S in values.items()
-        }
+        return {f"{key}/constant": is_constant(rewards_S) for key, rewards_S in values.items()}
 
     def _lengths(self, node: Node, result: Batch) -> dict[str, float]:
         prefix = "eval/length" if node.name in self._evaluated else "length"

@@ -129,20 +129,10 @@ class FailedSamples:
         )
 
 
-class ConstantReward:
-    """Whether every reward so far was the same: there is nothing to learn from, and perhaps the
-    reward does not see what it is to judge."""
-
-    def __init__(self) -> None:
-        self._bounds: tuple[float, float] | None = None
-
-    def see(self, rewards_S: Tensor) -> float:
-        """1.0 while every reward of this and all steps before is one value, else 0.0."""
-        low, high = rewards_S.min().item(), rewards_S.max().item()
-        if self._bounds is not None:
-            low, high = min(low, self._bounds[0]), max(high, self._bounds[1])
-        self._bounds = low, high
-        return float(low == high)
+def is_constant(rewards_S: Tensor) -> float:
+    """1.0 where every reward of a step is one number, else 0.0: there is nothing to learn from, and
+    perhaps the function does not see what it is to judge."""
+    return float(rewards_S.min() == rewards_S.max())
 
 
 def score_metrics(role: str, result: Batch, label: str | None = None) -> dict[str, float]:

@@ -155,14 +155,14 @@ class SharedState:
             self._check(values, None, fixed_too=True)
             self._accept({n: v for n, v in values.items() if n in self._moved}, by)
             self._accepted |= values
-            self._in_force = self._in_force | values
+            self._in_force = {**self._in_force, **values}
 
     def put(self, **values: float) -> None:
         """What the run itself counts: in force at once, without a version."""
         with self._lock:
             self._check(values, None, fixed_too=True)
             self._accepted |= values
-            self._in_force = self._in_force | values
+            self._in_force = {**self._in_force, **values}
 
     def moved(self) -> dict[str, float]:
         """The values in force of all names that a change has ever touched."""

@@ -43,15 +43,15 @@ RULES = (
         "reward/constant",
         lambda constant: constant == 1,
         10,
-        "every reward of the run is the same number (reward/constant): look whether the reward "
-        "function reads what it is to judge; rollouts.jsonl has the responses",
+        "all rewards of a step are one number, step after step (reward/constant): look whether the "
+        "reward function reads what it is to judge; rollouts.jsonl has the responses",
     ),
     Rule(
         "?*/*constant",  # of a further reward, a cost, or one of a role's functions
         lambda constant: constant == 1,
         10,
-        "every value of the run is the same number ({metric}): look whether that function reads "
-        "what it is to judge; rollouts.jsonl has the responses",
+        "all values of a step are one number, step after step ({metric}): look whether that "
+        "function reads what it is to judge; rollouts.jsonl has the responses",
     ),
     Rule(
         "reward/good_share",

@@ -1,7 +1,12 @@
 """What a group says when its start, or its end, goes wrong: nothing of it needs Ray."""
 
+import contextlib
+import json
+import pickle
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,8 +20,9 @@ from hybridflow.cluster import (
     transfer,
     wait_until_started,
 )
-from hybridflow.cluster.host import free_port
-from hybridflow.cluster.local_session import Lane, LaneClosed, _Threads
+from hybridflow.cluster.host import Death, Success, free_port
+from hybridflow.cluster.local_session import Lane, LaneClosed, Threads
+from hybridflow.cluster.ranks_link import Ask, accept_peers, call_home
 from hybridflow.cluster.ranks_store import NEEDED
 from hybridflow.cluster.session import GroupOrder
 from megatron_bridge.layout import ParallelLayout
@@ -49,7 +55,7 @@ class Failing:
         raise LookupError("no such token: 7")
 
 
-class Unkillable(_Threads):
+class Unkillable(Threads):
     """Ranks whose processes cannot be ended."""
 
     def kill(self) -> None:
@@ -104,3 +110,43 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.1 s for the other ranks of 1 to join"):
         RanksSession(RanksStore(60), lambda store: meet.wait(60), start_timeout=0.1)
     meet.set()
+    with pytest.raises(TimeoutError, match=r"ranks 1, 2 did not call rank 0 at .* within 0.1 s"):
+        accept_peers(Store(world=3), 0.1)
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    """Without the job's secret nothing that is sent is read, and the ranks still meet."""
+    store = Store(world=2)
+    peers = ThreadPoolExecutor(1).submit(accept_peers, store, 60.0)
+    told = json.loads(store.hear("where rank 0 listens", 60))
+    with socket.create_connection((told["address"], told["port"])) as stranger:
+        stranger.sendall(bytes(32) + b"\0\0\0\1" + pickle.dumps(print))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    line = call_home(store, 60.0)
+    (peer,) = peers.result(timeout=60)
+    answer = peer.ask(Ask("stop", "x"))
+    number, ask = next(line.asked())
+    assert ask == Ask("stop", "x")
+    line.answer(number, Success(7))
+    assert answer.result(timeout=60) == Success(7)
+    line.close()
+    gone = peer.ask(Ask("stop", "x")).result(timeout=60)
+    assert isinstance(gone, Death) and "its process has ended" in gone.cause
+
+
+class Store:
+    """What two ends of one process say to each other."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 1, world
+        self._said: dict[str, str] = {}
+        self._told = threading.Event()
+
+    def tell(self, key: str, text: str) -> None:
+        self._said[key] = text
+        self._told.set()
+
+    def hear(self, key: str, seconds: float) -> str:
+        assert self._told.wait(seconds)
+        return self._said[key]

@@ -269,9 +269,7 @@ def test_warnings_are_told_when_they_begin() -> None:
     assert [len(texts) for texts in told] == [0] * 8 + [1] + [0] * 5
     short = Watch(steps=2)
     assert short.see(1, {"reward/constant": 1.0}) == []
-    assert "same number" in short.see(2, {"reward/constant": 1.0})[0], (
-        "a run that was so to its end"
-    )
+    assert "one number" in short.see(2, {"reward/constant": 1.0})[0], "a run that was so to its end"
     assert Watch(20).see(1, {"advantage/zero_share": 1.0}) == [], "no reward, no such advice"
 
 
@@ -300,7 +298,7 @@ def test_a_run_without_signal_says_so(make_recipe, tmp_path) -> None:
     texts = [event["text"] for event in read_events(folder) if event["kind"] == "warning"]
     assert [text.split(" (")[0] for text in texts] == [
         "step 1: every advantage is 0",
-        "step 2: every reward of the run is the same number",
+        "step 2: all rewards of a step are one number, step after step",
         "step 2: every response is cut off at max_tokens",
     ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch import Batch, Ragged
-from hybridflow.dataflow.reward_roles import ConstantReward, score_metrics
+from hybridflow.dataflow.reward_roles import is_constant, score_metrics
 from hybridflow.recipe.axes import Axis
 from hybridflow.rewards import FunctionSettings, Level, RewardError
 from hybridflow.workers.reward import RewardWorker
@@ -214,8 +214,6 @@ def test_a_worker_whose_function_cannot_be_used_says_so_and_leaves_no_process(ma
 
 
 def test_a_reward_that_never_differs_is_a_metric():
-    constant = ConstantReward()
-    assert constant.see(torch.tensor([0.5, 0.5])) == 1.0
-    assert constant.see(torch.tensor([0.5])) == 1.0
-    assert constant.see(torch.tensor([0.25])) == 0.0
-    assert constant.see(torch.tensor([0.5, 0.5])) == 0.0
+    assert is_constant(torch.tensor([0.5, 0.5])) == is_constant(torch.tensor([0.5])) == 1.0
+    assert is_constant(torch.tensor([0.5, 0.25])) == 0.0
+    assert is_constant(torch.tensor([torch.nan, torch.nan])) == 0.0
