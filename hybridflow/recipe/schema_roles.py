@@ -69,6 +69,10 @@ class ActorSection(Section):
 class ReferenceSection(Section):
     """The frozen model that the KL term compares with."""
 
+    model: Text | None = Field(
+        default=None,
+        description="folder of its own; null: the policy from which the stage starts",
+    )
     parallel: ParallelSection | None = Field(
         default=None, description="how it is cut; null: as the actor"
     )

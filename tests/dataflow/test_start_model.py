@@ -10,6 +10,7 @@ import yaml
 
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.dataflow.start_model import followers
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.compile import compile_recipe
@@ -68,6 +69,16 @@ def test_the_reference_of_a_preference_is_the_supervised_model(quickstart, tmp_p
     shutil.rmtree(folder / "start_model")
     with pytest.raises(ValueError, match="start_model is gone.*stage 'main'.*reference must hold"):
         run(recipe, resume=True)
+
+
+def test_who_begins_where_the_policy_does(make_recipe, quickstart) -> None:
+    told = ["dataflow=prime", "roles.reference={colocate: actor}", "evaluation=null"]
+    told += ["roles.prm={head: vocabulary, optimizer: {lr: 1e-3}, colocate: actor}"]
+    assert followers(compile_recipe(make_recipe(*told)), 1) == ["reference", "prm"]
+    assert followers(compile_recipe(make_recipe(*told)), 0) == []
+    assert followers(compile_recipe(make_recipe(*told, "warm_start=null")), 0) == []
+    own = compile_recipe(make_recipe(*told, f"roles.reference.model={quickstart}"))
+    assert followers(own, 1) == ["prm"] and own.recipe.model_path("reference") == str(quickstart)
 
 
 @pytest.mark.parametrize("estimator", ["k3", pytest.param("full", marks=pytest.mark.slow)])

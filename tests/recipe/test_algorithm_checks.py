@@ -138,6 +138,10 @@ def test_what_the_whole_kl_needs(workspace: Path):
     told = ["algorithm.kl.estimator=full", "roles.reference=null"]
     (found,) = faults_of("dataflow=flow.yaml", *told)
     assert "gives 'ref_hidden' of the role 'actor'" in found
+    told = ["dataflow=grpo_full_kl", "algorithm.kl.estimator=full"]
+    folder = compile_recipe(check_file("recipe.yaml", [])[0]).recipe.model.path
+    (found,) = faults_of(*told, f"roles.reference.model={folder}")
+    assert "the output head of the policy's own start" in found
 
 
 def test_prime_reads_both_kinds_of_settings(workspace: Path):

@@ -116,6 +116,13 @@ def test_reasoning_gym_says_what_the_row_lacks():
         ("72", "#### 72", 1.0),
         (42, "no idea", 0.0),
         ("7", r"\boxed{7}, not 8", 1.0),
+        ("east", r"\boxed{seat}", 0.0),
+        ("east", r"It lies \boxed{\text{East}}.", 1.0),
+        (r"\text{Paris}", "Paris.", 1.0),
+        ("A", "(A)", 1.0),
+        ("A", r"not B, but \boxed{\mathrm{A}}", 1.0),
+        ("A", r"\boxed{B}", 0.0),
+        ("n", "$n$", 1.0),
     ],
 )
 def test_math_compares_expressions(answer, response, reward):

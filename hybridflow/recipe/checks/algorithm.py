@@ -158,6 +158,10 @@ def full_kl_faults(context: Context) -> Iterator[Fault]:
             if not full:
                 what = f"node '{node.name}' takes `ref_hidden`, which only the estimator full reads"
                 yield Fault(node.origin, what, "set algorithm.kl.estimator to full, or remove it")
+            elif getattr(context.recipe.roles.models().get("reference"), "model", None):
+                what = "the estimator `full` has the output head of the policy's own start"
+                fix = "remove roles.reference.model, or take an estimator of sampled tokens"
+                yield context.fault("roles.reference.model", what, fix)
             elif maker is not None and maker.role != "reference":
                 what = f"node '{maker.name}' gives '{field}' of the role '{maker.role}', but the "
                 what += "estimator `full` has the output head of the reference"

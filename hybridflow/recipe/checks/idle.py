@@ -30,7 +30,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "control": ("host", "port", "token_env", "stall_seconds"),
     "evaluation": ("prompts",),
     "roles.actor": (*_MODEL, "optimizer.lr"),
-    "roles.reference": (*_MODEL, "colocate"),
+    "roles.reference": (*_MODEL, "model", "colocate"),
     "roles.MODEL": (*_MODEL, "head", "model", "colocate", "optimizer.lr"),
     "roles.rollout": (
         *("engine", "threads", "max_running_requests", "start_timeout_seconds"),
