@@ -21,10 +21,14 @@ from hybridflow.recipe.names import hint
 
 MAX_BODY = 64 << 10
 _MOST_READ = 1 << 20
-MOST_CLIENTS = 16
-CLIENT_SECONDS = 20.0
+MOST_CLIENTS = 64
+CLIENT_SECONDS = 10.0
 """How long one request may take from the connection to the last byte of its answer."""
 
+_BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 10\r\n\r\n"
+    b'{"error": "as many clients as can be are being served"}\n'
+)
 logger = logging.getLogger(__name__)
 
 
@@ -100,6 +104,9 @@ class ControlServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, where fewer than the most are being served."""
         if not self._clients.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.settimeout(0.0)  # whoever does not read at once gets no reason
+                request.send(_BUSY)
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
