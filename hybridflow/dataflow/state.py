@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hybridflow.monitor import read_events
 from hybridflow.recipe.names import advice
 
 _MOST_SHOWN = 80
@@ -248,3 +250,21 @@ class SharedState:
                 f"{', '.join(sorted(self.declared))}"
             )
         return name
+
+
+def changes_after(checkpoint: Path, folder: Path) -> list[str]:
+    """Changes of live values, but for those of rules, that a run made after a checkpoint from which
+    it goes on now: they are in force no more, and nobody has been told.
+
+    Args:
+        folder: of the run.
+    """
+    since: list[str] = []
+    for event in read_events(folder):
+        if event["kind"] == "resume" or (
+            event["kind"] == "checkpoint" and Path(event["text"]).name == checkpoint.name
+        ):
+            since = []
+        elif event["kind"] == "state" and not event.get("rule"):
+            since.append(event["text"])
+    return since

@@ -16,7 +16,7 @@ from hybridflow.dataflow.operations import Surroundings, operations
 from hybridflow.dataflow.run_folder import Checkpoint, Progress, RunFolder
 from hybridflow.dataflow.runner import Runner
 from hybridflow.dataflow.start_model import begin_as_actor, resume_as_actor
-from hybridflow.dataflow.state import Change
+from hybridflow.dataflow.state import Change, changes_after
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.utilisation import Utilisation
@@ -133,6 +133,8 @@ class Trainer:
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder} does not fit this run: {error}") from error
         self._state.put(step=progress.global_step, weight_version=self._team.version)
+        for text in changes_after(checkpoint.folder, self._folder.path):
+            self._records.event("warning", f"undone, since it came after the checkpoint: {text}")
 
     def _restore_rewards(self, checkpoint: Checkpoint) -> None:
         """The parameters that reward roles had by then, where a reload had changed them."""

@@ -17,9 +17,15 @@ from hybridflow.dataflow import controllers
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.live_values import live_values
 from hybridflow.dataflow.runner import SerialRunner
-from hybridflow.dataflow.state import Change, LiveValue, SharedState, StateConflict
+from hybridflow.dataflow.state import (
+    Change,
+    LiveValue,
+    SharedState,
+    StateConflict,
+    changes_after,
+)
 from hybridflow.dataflow.team import Team
-from hybridflow.monitor import read_events, read_metrics
+from hybridflow.monitor import RunWriter, read_events, read_metrics
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Graph, Node
 
@@ -251,6 +257,22 @@ def test_the_begin_of_a_stage_undoes_a_change_openly() -> None:
     state.begin({"lr": 0.3, "other": 3.0}, "stage b")
     assert state.version == 2 and seen[-1].values == {"lr": (0.5, 0.3)}
     assert (state["lr"], state["other"]) == (0.3, 3.0)
+
+
+def test_changes_that_a_resume_undoes_are_found(tmp_path: Path) -> None:
+    change = Change(3, "someone", {"coef": (0.5, 0.25)})
+    rule = Change(4, "algorithm.kl.adaptive", {"coef": (0.25, 0.2)}, rule=True)
+    with RunWriter(tmp_path) as writer:
+        for text in ("version 1 by a", "version 2 by b"):
+            writer.event("state", text, rule=False)
+        writer.event("checkpoint", f"{tmp_path}/checkpoints/step-000002")
+        writer.event("state", str(change), rule=False)
+        writer.event("state", str(rule), rule=True)
+    checkpoint = Path("elsewhere/checkpoints/step-000002")
+    assert changes_after(checkpoint, tmp_path) == [str(change)]
+    with RunWriter(tmp_path) as writer:
+        writer.event("resume", "from step-000002")
+    assert changes_after(checkpoint, tmp_path) == [], "that was told"
 
 
 def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
