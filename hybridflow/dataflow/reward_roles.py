@@ -11,9 +11,11 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.cluster import WorkerGroup
+from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.schema import Recipe
 from hybridflow.rewards import FunctionSettings, RewardError, importable
+from hybridflow.workers.model import ModelWorker
 from hybridflow.workers.reward import COMPONENT, FAILED, TIMEOUT, RewardWorker
 
 ReloadedParameters = Mapping[str, Mapping[str, Any]]
@@ -94,6 +96,40 @@ def load_anew(group: WorkerGroup, role: str, parameters: ReloadedParameters) -> 
     group.run(RewardWorker.swap, fault is None)
     if fault is not None:
         raise ValueError(f"reward role '{role}' is unchanged: {fault}")
+
+
+def scoring_models(plan: Plan) -> dict[str, str]:
+    """Frozen Megatron models that score, and the folder of each."""
+    kinds, trained = plan.recipe.roles.kinds(), {r for s in plan.stages for r in s.trained}
+    nodes = [node for stage in plan.stages for node in stage.graph.nodes if node.call == "score"]
+    roles = dict.fromkeys(str(node.role) for node in nodes)
+    return {
+        role: plan.recipe.model_path(role)
+        for role in roles
+        if kinds.get(role) == "value" and role not in trained
+    }
+
+
+def swap_model(
+    group: WorkerGroup, role: str, parameters: Mapping[str, Any] | None, held: str
+) -> ReloadedParameters:
+    """Have every rank of a model that scores read the weights of ``{"model": FOLDER}``, or of the
+    folder ``held`` anew.
+
+    Raises:
+        ValueError: they cannot be used; the weights of ``held`` are in service.
+    """
+    told = dict(parameters or {})
+    folder = told.pop("model", held)
+    if told or not isinstance(folder, str):
+        raise ValueError(
+            f"a model that scores takes {{'model': FOLDER}}, not {dict(parameters or {})}"
+        )
+    faults = [fault for fault in group.run(ModelWorker.try_pretrained, folder) if fault is not None]
+    if faults:
+        group.run(ModelWorker.load_pretrained, held)  # some weights may have been read
+        raise ValueError(f"reward role '{role}' is unchanged: {faults[0]}")
+    return {role: {"model": folder}}
 
 
 class FailedSamples:

@@ -28,6 +28,8 @@ from hybridflow.dataflow.reward_roles import (
     load_anew,
     reload_reward,
     reward_settings,
+    scoring_models,
+    swap_model,
 )
 from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import (
@@ -65,6 +67,7 @@ class Team:
         groups: every role's group, but for the rollout engines, which are the fleet's.
         memory: of the models beside the rollout, the fullest rank's, as last measured.
         between: what other threads want done between steps.
+        scoring_models: frozen Megatron models that score, and the recipe's folder of each.
         reward_parameters: by reward role, those that a reload has put in the recipe's place.
         failed_samples: holds each scoring against its role's ``max_failed_share``.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
@@ -84,6 +87,7 @@ class Team:
         self.state = state
         self.between = BetweenSteps()
         self.reward_parameters: dict[str, ReloadedParameters] = {}
+        self.scoring_models = scoring_models(plan)
         self.failed_samples = FailedSamples(recipe)
         self.kinds = recipe.roles.kinds()
         self._version = 0
@@ -250,12 +254,23 @@ class Team:
     def reload_reward(self, role: str, parameters: Mapping[str, Any] | None = None) -> None:
         """Load a reward role's code and models anew, with other parameters where told; see
         ``hybridflow.dataflow.reward_roles.reload_reward``."""
-        told = reload_reward(self.groups, self.recipe, role, parameters)
+        if role in self.scoring_models:
+            told = swap_model(self.groups[role], role, parameters, self.model_of(role))
+        else:
+            told = reload_reward(self.groups, self.recipe, role, parameters)
         self._keep_reward(role, told)
+
+    def model_of(self, role: str) -> str:
+        """The folder whose weights a model that scores has."""
+        told = self.reward_parameters.get(role, {}).get(role, {})
+        return told.get("model", self.scoring_models[role])
 
     def restore_rewards(self, saved: Mapping[str, ReloadedParameters]) -> None:
         """Load the functions of reward roles with what ``reward_parameters`` held."""
         for role, parameters in saved.items():
+            if role in self.scoring_models:
+                self.reload_reward(role, parameters.get(role))
+                continue
             if role not in self.groups or self.kinds[role] != "reward":
                 raise ValueError(f"no reward role '{role}' is in service")
             load_anew(self.groups[role], role, parameters)

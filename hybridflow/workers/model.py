@@ -207,6 +207,15 @@ class ModelWorker:
         """Take over the weights of a folder in HuggingFace format."""
         self._engine.load_pretrained(Path(folder))
 
+    @transfer(GATHER)
+    def try_pretrained(self, folder: str) -> str | None:
+        """``load_pretrained``; why the folder cannot be used, or None."""
+        try:
+            self._engine.load_pretrained(Path(folder))
+        except (ValueError, OSError) as error:
+            return str(error)
+        return None
+
     @transfer(ONE_TO_ALL)
     def save_pretrained(self, folder: str, by_token: bool = False) -> None:
         """Write the model in HuggingFace format; whole or absent. ``by_token``: its scores are of

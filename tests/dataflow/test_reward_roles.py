@@ -1,5 +1,6 @@
 """Reward roles within whole runs in this process."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -8,13 +9,19 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
+from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.dataflow.reward_roles import swap_model
 from hybridflow.dataflow.runner import NodeError, SerialRunner
 from hybridflow.dataflow.team import Team
+from hybridflow.megatron.config import EngineConfig
 from hybridflow.monitor import read_events, read_metrics
+from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
+from hybridflow.workers.model import ModelWorker
+from megatron_bridge.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -117,7 +124,7 @@ def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
 
         settings = reward_settings(plan.recipe, "reward")
         team.groups = {"reward": session.group("reward", RewardWorker, 2, None, settings)}
-        team.reward_parameters, team.kinds = {}, {"reward": "reward"}
+        team.reward_parameters, team.kinds, team.scoring_models = {}, {"reward": "reward"}, {}
         team.reload_reward("reward", {"strip": False})
         team.reload_reward("reward")
         assert team.reward_parameters == {"reward": {"reward": {"strip": False}}}
@@ -133,17 +140,82 @@ def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
             team.restore_rewards({"cost": {}})
 
 
-@pytest.mark.slow
-def test_a_reward_model_in_megatron_scores_a_run(make_recipe, recipe_file, quickstart, tmp_path):
+def judge_of(quickstart: Path, folder: Path, seed: int) -> Path:
+    """A reward model of the quickstart's shape and tokenizer, of random weights."""
     config = Qwen3Config.from_pretrained(quickstart, num_labels=1, pad_token_id=0)
-    torch.manual_seed(5)
-    judge = tmp_path / "judge"
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
-    AutoTokenizer.from_pretrained(quickstart).save_pretrained(judge)
+    torch.manual_seed(seed)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(quickstart).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path):
+    one, two = (judge_of(quickstart, tmp_path / f"judge{seed}", seed) for seed in (5, 6))
+    broken = tmp_path / "broken"
+    shutil.copytree(two, broken)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    rows = {"prompts": Ragged.from_rows([[3, 4, 5]]), "responses": Ragged.from_rows([[6, 7], [8]])}
+    axes = {"prompts": Axis.PROMPTS, "responses": Axis.TOKENS}
+    batch = Batch(rows, axes, 1, 2)
+    with LocalSession() as session:
+
+        def scorer(name: str, folder: Path):
+            engine = EngineConfig(str(folder), ParallelLayout(), head="value")
+            return session.group(name, ModelWorker, ParallelLayout(), None, {"engine": engine})
+
+        def scores(group) -> list[float]:
+            return group.run(ModelWorker.score, batch)["rewards"].tolist()
+
+        group, other = scorer("reward", one), scorer("other", two)
+        first, second = scores(group), scores(other)
+        assert first != second
+        for folder in (broken, tmp_path / "absent", quickstart):
+            with pytest.raises(ValueError, match="reward role 'reward' is unchanged: "):
+                swap_model(group, "reward", {"model": str(folder)}, str(one))
+            assert scores(group) == first
+        with pytest.raises(ValueError, match="takes {'model': FOLDER}, not {'scale': 2}"):
+            swap_model(group, "reward", {"scale": 2}, str(one))
+        told = swap_model(group, "reward", {"model": str(two)}, str(one))
+        assert told == {"reward": {"model": str(two)}} and scores(group) == second
+
+
+class Swaps(SerialRunner):
+    """Asks for another reward model during the first step."""
+
+    def __init__(self, teams, model: Path):
+        self._teams, self._model = teams, model
+
+    def run(self, graph, nodes, run_node):
+        super().run(graph, nodes, run_node)
+        team = self._teams[-1]
+        if not team.reward_parameters:
+            work = partial(team.reload_reward, "reward", {"model": str(self._model)})
+            team.between.ask("reward", Errand("a swap", work))
+
+
+@pytest.mark.slow
+def test_a_reward_model_in_megatron_scores_a_run(
+    make_recipe, recipe_file, quickstart, tmp_path, monkeypatch
+):
+    """Swapped after the first step, as the resumed run goes on with."""
+    judge, other = (judge_of(quickstart, tmp_path / f"judge{seed}", seed) for seed in (5, 6))
+    teams, begin = [], Team.__init__
+
+    def remember(self, *args):
+        begin(self, *args)
+        teams.append(self)
+
+    monkeypatch.setattr(Team, "__init__", remember)
     recipe = yaml.safe_load(recipe_file.read_text())
     recipe |= {"steps": 2, "warm_start": None}
     recipe["roles"]["reward"] = {"head": "value", "model": str(judge), "colocate": "actor"}
     recipe_file.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    rows = list(read_metrics(run(make_recipe())))
+    rows = list(read_metrics(run(make_recipe(), Swaps(teams, other))))
     assert len(rows) == 2 and all(row["metrics"]["reward/std"] > 0 for row in rows)
     assert "eval/reward" in rows[-1]["metrics"]
+    assert teams[0].model_of("reward") == str(other)
+    folder = run(make_recipe("steps=3"), resume=True)
+    assert teams[1].model_of("reward") == str(other)
+    events = [event["text"] for event in read_events(folder) if event["kind"] == "reload"]
+    assert events[0] == "a swap: done" and f'"model": "{other}"' in events[1]

@@ -104,7 +104,8 @@ class Routes:
         """Load a reward role's functions anew before the next step, perhaps with other
         ``{"parameters": {...}}``."""
         role, body = request.parameter, _mapping(request, ("parameters", "by"))
-        rewards = [r for r in self._plan.roles if self._team.kinds[r] == "reward"]
+        models = self._team.scoring_models
+        rewards = [r for r in self._plan.roles if self._team.kinds[r] == "reward" or r in models]
         if role not in rewards:
             raise Refused(404, f"no reward role '{role}' takes part; {hint(role, rewards)}")
         parameters = body.get("parameters")
@@ -128,6 +129,9 @@ class Routes:
         """The parameters in force of a reward role, and how its last reload ended."""
         status = self._team.between.status(role)
         rewards = self._plan.recipe.roles.rewards()
+        if role in self._team.scoring_models:
+            model = {"model": self._team.model_of(role)}
+            return {"parameters": model, **({"reload": status} if status else {})}
         if role not in rewards:
             return {}
         told = self._team.reward_parameters.get(role, {})
