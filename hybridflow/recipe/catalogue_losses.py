@@ -67,7 +67,9 @@ _PREFERENCES: dict[str, LossEntry] = {
     "dpo": _of_pairs(
         "DPO's, of pairs against a reference", "preference.beta", "preference.label_smoothing"
     ),
-    "ipo": _of_pairs("IPO's, of pairs against a reference", "preference.beta"),
+    "ipo": _of_pairs(
+        "IPO's, of pairs against a reference", "preference.beta", "preference.by_length"
+    ),
     "orpo": _of_pairs(
         "ORPO's: likelihood of the chosen response and odds over the rejected one",
         "preference.odds_weight",

@@ -200,6 +200,11 @@ class PreferenceSection(Section):
         lt=0.5,
         description="of `dpo`: share of pairs that are the wrong way round",
     )
+    by_length: bool = Field(
+        default=True,
+        description="of `ipo`: log-probabilities are divided by their response's length, as in its "
+        "authors' experiments; false: the paper's equation 17",
+    )
     target_margin: NotNegative = Field(
         default=0.5, description="of `simpo`: by how much the chosen response should win"
     )

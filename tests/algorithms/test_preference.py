@@ -85,7 +85,9 @@ def by_the_paper(name: str, s: PreferenceSettings, smoothing: float = 0.0) -> li
             right, wrong = (math.log(sigmoid(sign * s.beta * h)) for sign in (1, -1))
             losses.append(-(1 - smoothing) * right - smoothing * wrong)
         elif name == "ipo":
-            h = mean_w - reference[good] / lengths[good] - mean_l + reference[bad] / lengths[bad]
+            if s.by_length:
+                h = mean_w - reference[good] / lengths[good]
+                h -= mean_l - reference[bad] / lengths[bad]
             losses.append((h - 1 / (2 * s.beta)) ** 2)
         elif name == "simpo":
             margin = s.beta * mean_w - s.beta * mean_l - s.target_margin
@@ -114,6 +116,12 @@ def gradient(responses: Responses) -> list[float]:
     grad_S = responses.logprobs_S.grad
     assert grad_S is not None
     return grad_S.tolist()
+
+
+def test_ipo_as_its_equation_has_it():
+    settings = PreferenceSettings(beta=BETA, by_length=False)
+    found = PREFERENCES["ipo"](responses_of(torch.float64), settings).loss_N
+    assert found.tolist() == pytest.approx(by_the_paper("ipo", settings), rel=1e-12)
 
 
 def test_labels_that_may_be_wrong():

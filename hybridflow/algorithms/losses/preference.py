@@ -20,6 +20,7 @@ class PreferenceSettings:
     Attributes:
         beta: temperature of the implicit reward.
         label_smoothing: share of pairs that are taken to be the wrong way round; ``dpo`` alone.
+        by_length: of ``ipo``, whether log-probabilities are divided by their response's length.
         target_margin: of ``simpo``, by which the chosen response should win.
         odds_weight: of ``orpo``, of its odds ratio beside the likelihood.
         desirable_weight, undesirable_weight: of ``kto``.
@@ -27,6 +28,7 @@ class PreferenceSettings:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    by_length: bool = True
     target_margin: float = 0.5
     odds_weight: float = 0.1
     desirable_weight: float = 1.0
@@ -99,10 +101,12 @@ def ipo(responses: Responses, settings: PreferenceSettings) -> PreferenceLoss:
 
         loss = (h - 1 / (2 * beta))^2
 
-    where h is that of ``dpo``, with log-probabilities divided by their response's length: the form
-    in which the paper's results are, as its authors told those of TRL.
+    where h is that of ``dpo``; with ``by_length`` its log-probabilities are divided by their
+    response's length: the form in which the paper's results are, as its authors told those of TRL.
     """
-    ratios_S = responses.log_ratios_S / responses.lengths_S
+    ratios_S = responses.log_ratios_S
+    if settings.by_length:
+        ratios_S = ratios_S / responses.lengths_S
     loss_N = (_margins(ratios_S) - 1 / (2 * settings.beta)) ** 2
     return of_pairs(loss_N, settings.beta * responses.log_ratios_S)
 

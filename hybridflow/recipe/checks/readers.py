@@ -123,6 +123,7 @@ _ALGORITHM = (
             *("clip", "dual_clip", "value_clip", "value_aggregation"),
             *("normalize_by_std", "gae.gamma", "gae.lam"),
             *("gae.whiten_rewards", "preference.beta", "preference.label_smoothing"),
+            "preference.by_length",
             *("preference.target_margin", "preference.odds_weight", "preference.desirable_weight"),
             *("preference.undesirable_weight", "sapo", "lagrangian"),
         )
