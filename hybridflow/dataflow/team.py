@@ -39,6 +39,8 @@ from hybridflow.megatron.config import (
     OptimizerSettings,
     ValueLossSettings,
 )
+from hybridflow.recipe import catalogue
+from hybridflow.recipe.catalogue_losses import PUBLISHED_CLIP
 from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.placement import engine_slots
 from hybridflow.recipe.schema import AlgorithmSection, Recipe, SapoSection
@@ -190,7 +192,8 @@ class Team:
     def loss(self, stage: Stage, role: str, name: str) -> LossSettings:
         """How a policy turns a batch of ``stage`` into optimizer steps."""
         algorithm = self.recipe.algorithm
-        low, high = algorithm.clip_bounds
+        entry = catalogue.LOSSES.get(name)
+        low, high = algorithm.clip_bounds(PUBLISHED_CLIP if entry is None else entry.clip)
         gate = algorithm.sapo or SapoSection()
         return LossSettings(
             name=name,

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from hybridflow.recipe.registry import Registry
 
+PUBLISHED_CLIP = (0.2, 0.2)
+"""PPO's bounds (arXiv:1707.06347, section 6.1)."""
+
 
 @dataclass(frozen=True)
 class LossEntry:
@@ -13,6 +16,7 @@ class LossEntry:
         compares_policies: whether it reads ``old_logprobs``.
         whole_sequences: whether a response has one advantage, not one per token.
         settings: keys of the recipe's ``algorithm`` that it alone reads, or with few others.
+        clip: bounds of its paper, where the recipe tells none.
         samples: responses of a prompt, for losses of whole responses; None for those of tokens.
     """
 
@@ -22,10 +26,16 @@ class LossEntry:
     whole_sequences: bool = False
     settings: tuple[str, ...] = ()
     samples: int | None = None
+    clip: tuple[float, float] = PUBLISHED_CLIP
 
 
-def _policy_loss(description: str, *settings: str, whole_sequences: bool = False) -> LossEntry:
-    return LossEntry(description, ("advantages",), True, whole_sequences, settings)
+def _policy_loss(
+    description: str,
+    *settings: str,
+    whole_sequences: bool = False,
+    clip: tuple[float, float] = PUBLISHED_CLIP,
+) -> LossEntry:
+    return LossEntry(description, ("advantages",), True, whole_sequences, settings, clip=clip)
 
 
 _LOSSES: dict[str, LossEntry] = {
@@ -35,21 +45,27 @@ _LOSSES: dict[str, LossEntry] = {
         *("clip", "dual_clip"),
     ),
     "gspo": _policy_loss(
-        "PPO's on the ratio of whole responses; algorithm.clip is narrow, such as [3e-4, 4e-4]",
+        "PPO's on the ratio of whole responses; algorithm.clip is narrow: [3e-4, 4e-4]",
         "clip",
         whole_sequences=True,
+        clip=(3e-4, 4e-4),
     ),
     "gspo_token": _policy_loss(
-        "GSPO's ratio of whole responses with advantages that may differ by token", "clip"
+        "GSPO's ratio of whole responses with advantages that may differ by token",
+        "clip",
+        clip=(3e-4, 4e-4),
     ),
     "gmpo": _policy_loss(
         "geometric mean of a response's bounded ratios; algorithm.clip bounds their logarithms "
-        "within [-low, high], such as 0.4",
+        "within [-low, high]: 0.4",
         "clip",
         whole_sequences=True,
+        clip=(0.4, 0.4),
     ),
     "cispo": _policy_loss(
-        "REINFORCE weighted by the ratio, bounded by algorithm.clip and without gradient", "clip"
+        "REINFORCE weighted by the ratio, bounded by algorithm.clip and without gradient",
+        "clip",
+        clip=(1.0, 0.2),
     ),
     "sapo": _policy_loss("a smooth gate of the ratio; temperatures from algorithm.sapo", "sapo"),
     "gpg": LossEntry("GPG's, the same as reinforce; for advantages of gpg", ("advantages",)),

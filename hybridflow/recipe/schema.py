@@ -247,8 +247,10 @@ class OffPolicyMaskSection(Section):
 class AlgorithmSection(Section):
     """Settings of losses and advantages."""
 
-    clip: Clip = Field(
-        default=0.2, description="bounds of the policy ratio: a number or [low, high]"
+    clip: Clip | None = Field(
+        default=None,
+        description="bounds of the policy ratio: a number or [low, high]; null: those of the "
+        "loss's paper (`gspo` [3e-4, 4e-4], `gmpo` 0.4, `cispo` none below, 0.2 above, else 0.2)",
     )
     dual_clip: DualClip | None = Field(
         default=None,
@@ -316,9 +318,11 @@ class AlgorithmSection(Section):
         "roles.rollout.sampling.max_tokens",
     )
 
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """Low and high bound: the ratio stays within [1 - low, 1 + high]."""
+    def clip_bounds(self, published: tuple[float, float]) -> tuple[float, float]:
+        """Low and high bound, those that are ``published`` where the recipe tells none: the ratio
+        stays within [1 - low, 1 + high]."""
+        if self.clip is None:
+            return published
         low, high = self.clip if isinstance(self.clip, list) else (self.clip, self.clip)
         return low, high
 

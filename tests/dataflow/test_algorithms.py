@@ -6,6 +6,9 @@ import pytest
 
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
+from hybridflow.dataflow.live_values import live_values
+from hybridflow.dataflow.state import SharedState
+from hybridflow.dataflow.team import Team
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
@@ -77,6 +80,26 @@ def test_a_step_of_every_dataflow(make_recipe, tmp_path, name: str) -> None:
         assert "greedy/length/mean" in metrics and "reward/greedy_rewards/mean" in metrics
     if name != "gpg":
         assert metrics["update/ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
+PUBLISHED = {
+    "ppo_clip": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "gmpo": (0.4, 0.4),
+    "cispo": (1.0, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_loss_has_the_bounds_of_its_paper_where_the_recipe_tells_none(make_recipe, name) -> None:
+    for told, bounds in (("null", PUBLISHED[name]), ("[0.1, 0.3]", (0.1, 0.3))):
+        plan = compile_recipe(make_recipe(f"algorithm.clip={told}", "warm_start=null"))
+        team = object.__new__(Team)
+        team.recipe, team.state, team.publisher = plan.recipe, SharedState(live_values(plan)), None
+        team.version = 0
+        loss = team.loss(plan.stages[-1], "actor", name)
+        assert (loss.clip_low, loss.clip_high) == bounds
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_settings_that_are_read_are_no_fault(workspace: Path):
     Path("flow.yaml").write_text(GRPO.replace("loss: ppo_clip", "loss: dual_clip"))
     assert faults_of("dataflow=flow.yaml", "algorithm.dual_clip=3.0", "algorithm.clip=0.1") == []
     assert faults_of("dataflow=sapo", "algorithm.sapo={tau_positive: 2.0}") == []
-    assert faults_of("dataflow=sapo", "algorithm.clip=0.2") == [], "defaults, as run folders have"
+    assert faults_of("dataflow=sapo", "algorithm.clip=null") == [], "defaults, as run folders have"
     assert faults_of("algorithm.aggregation=constant", "algorithm.loss_divisor=4.0") == []
 
 

@@ -61,7 +61,7 @@ def test_origins_name_file_and_line(workspace: Path):
     assert recipe.origin("data.shuffle") == "recipe.yaml:4"
     assert recipe.origin("seed") == "recipe.yaml"
     assert recipe.origin("roles.actor.parallel.dp") == "command line"
-    assert recipe.algorithm.clip_bounds == (0.1, 0.3)
+    assert recipe.algorithm.clip_bounds((0.2, 0.2)) == (0.1, 0.3)
 
 
 @settings(max_examples=15, deadline=None)
