@@ -29,7 +29,7 @@ from hybridflow.cluster.transfer import Piece
 _DRIVER = "where rank 0 listens"
 _LENGTH = struct.Struct("!Q")
 _HELLO = struct.Struct("!32sI")
-_GREETING_SECONDS, _CLOSE_SECONDS = 10.0, 5.0
+_GREETING_SECONDS, _CLOSE_SECONDS = 10.0, 2.0
 _DATA_SECONDS = 6 * 3600.0
 """For rank 0 to read and tokenise the data, before it listens."""
 

@@ -37,6 +37,9 @@ class RanksSession(Session):
     """Rank 0's view: it drives the job. The other ranks ``serve`` meanwhile.
 
     ``store`` connects the ranks; ``join`` makes the process group. Timeouts are in seconds.
+
+    Attributes:
+        stuck: whether a call failed on one rank while others wait for it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RanksSession(Session):
         # One lane for all models: collectives of several must meet in one order on every rank.
         self._lane = Lane("rank-0")
         self._ordering = threading.Lock()
+        self.stuck = False
         joining = self._lane.submit(join, store)
         self._peers = accept_peers(store, start_timeout)
         if not wait([joining], timeout=start_timeout).done:
@@ -131,6 +135,9 @@ class _Spread:
         if rank == 0:
             self._turn = [Future() for _ in range(self._session.world)]
             self._asks = []
+        if self._session.stuck:
+            _settle(self._turn[rank], Death("a rank is stuck in a call that failed"))
+            return self._turn[rank]
         assert rank == len(self._asks), "a model's calls go to all ranks, in order"
         self._asks.append((ask, mine))
         if len(self._asks) == self._session.world:
@@ -150,7 +157,9 @@ class _Spread:
         return ""
 
     def kill(self) -> None:
-        """Nothing more is asked; torchrun ends the processes of a job that fails."""
+        """Nothing more is asked; torchrun ends the processes of a job that fails. Where a call has
+        not ended, its ranks wait for one that failed, and do nothing else any more."""
+        self._session.stuck |= not all(future.done() for future in self._turn)
         for future in self._turn:
             _settle(future, Death("its group was closed"))
 
