@@ -119,7 +119,7 @@ def test_a_stranger_is_not_let_in() -> None:
     store = Store(world=2)
     peers = ThreadPoolExecutor(1).submit(accept_peers, store, 60.0)
     told = json.loads(store.hear("where rank 0 listens", 60))
-    with socket.create_connection((told["address"], told["port"])) as stranger:
+    with socket.create_connection((told["address"], told["port"]), 30) as stranger:
         stranger.sendall(bytes(32) + b"\0\0\0\1" + pickle.dumps(print))
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

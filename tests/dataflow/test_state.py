@@ -270,9 +270,9 @@ def test_changes_that_a_resume_undoes_are_found(tmp_path: Path) -> None:
         writer.event("state", str(rule), rule=True)
     checkpoint = Path("elsewhere/checkpoints/step-000002")
     assert changes_after(checkpoint, tmp_path) == [str(change)]
-    with RunWriter(tmp_path) as writer:
+    with RunWriter(tmp_path, resume_stage="main", resume_step=2) as writer:
         writer.event("resume", "from step-000002")
-    assert changes_after(checkpoint, tmp_path) == [], "that was told"
+    assert len(read_events(tmp_path)) == 6 and changes_after(checkpoint, tmp_path) == [], "was told"
 
 
 def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
