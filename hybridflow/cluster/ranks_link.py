@@ -75,6 +75,10 @@ class Peer:
             send(self._connection, (number, ask))
         except OSError as error:
             self._lost(f"its connection broke: {error}")
+        except Exception as error:  # noqa: BLE001 - what cannot be pickled raises anything
+            with self._lock:
+                future = self._open.pop(number)
+            settle(future, Death(f"what it was asked cannot be sent: {error}"))
 
     def _read(self) -> None:
         try:
@@ -82,20 +86,20 @@ class Peer:
                 number, outcome = receive(self._connection)
                 with self._lock:
                     future = self._open.pop(number)
-                with contextlib.suppress(InvalidStateError):
-                    future.set_result(outcome)
+                settle(future, outcome)
         except EOFError:
             self._lost("its process has ended")
         except OSError as error:
             self._lost(f"its connection broke: {error}")
+        except Exception as error:  # noqa: BLE001 - as above, and nobody else would answer
+            self._lost(f"its answer cannot be read: {error}")
 
     def _lost(self, cause: str) -> None:
         with self._lock:
             self._gone = self._gone or cause
             left, self._open = list(self._open.values()), {}
         for future in left:
-            with contextlib.suppress(InvalidStateError):
-                future.set_result(Death(cause))
+            settle(future, Death(cause))
 
     def close(self) -> None:
         """Lets the rank go, behind what it was asked."""
@@ -103,6 +107,12 @@ class Peer:
         self._reading.join(_CLOSE_SECONDS)
         self._sending.close()
         self._connection.close()
+
+
+def settle(future: Future[Outcome], outcome: Outcome) -> None:
+    """Answers what is still open."""
+    with contextlib.suppress(InvalidStateError):  # another thread has answered
+        future.set_result(outcome)
 
 
 class Line:

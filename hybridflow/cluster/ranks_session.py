@@ -7,10 +7,9 @@ process, beside the driver.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from hybridflow.cluster.host import (
     this_node,
 )
 from hybridflow.cluster.local_session import Lane, LaneClosed, Threads, await_futures
-from hybridflow.cluster.ranks_link import Ask, accept_peers, call_home
+from hybridflow.cluster.ranks_link import Ask, accept_peers, call_home, settle
 from hybridflow.cluster.ranks_store import RanksStore
 from hybridflow.cluster.session import GroupOrder, Place, Pool, Session
 from hybridflow.cluster.transfer import Piece
@@ -110,6 +109,7 @@ class _Spread:
         self._session = session
         self._host = WorkerHost()
         self._turn: list[Future[Outcome]] = []
+        self._open: set[Future[Outcome]] = set()  # of earlier calls too
         self._asks: list[tuple[Ask, Any]] = []
 
     def share(self, piece: Piece) -> Piece:
@@ -135,8 +135,11 @@ class _Spread:
         if rank == 0:
             self._turn = [Future() for _ in range(self._session.world)]
             self._asks = []
+            for future in self._turn:
+                self._open.add(future)
+                future.add_done_callback(self._open.discard)
         if self._session.stuck:
-            _settle(self._turn[rank], Death("a rank is stuck in a call that failed"))
+            settle(self._turn[rank], Death("a rank is stuck in a call that failed"))
             return self._turn[rank]
         assert rank == len(self._asks), "a model's calls go to all ranks, in order"
         self._asks.append((ask, mine))
@@ -159,24 +162,19 @@ class _Spread:
     def kill(self) -> None:
         """Nothing more is asked; torchrun ends the processes of a job that fails. Where a call has
         not ended, its ranks wait for one that failed, and do nothing else any more."""
-        self._session.stuck |= not all(future.done() for future in self._turn)
-        for future in self._turn:
-            _settle(future, Death("its group was closed"))
+        left = [*self._open]
+        self._session.stuck |= bool(left)
+        for future in left:
+            settle(future, Death("its group was closed"))
 
 
 def _pass_on(future: Future[Outcome], done: Future[Outcome]) -> None:
     if isinstance(error := done.exception(), LaneClosed):
-        _settle(future, Death("its group was closed"))
+        settle(future, Death("its group was closed"))
     elif error is not None:
-        _settle(future, Death(f"its driver failed: {error}"))
+        settle(future, Death(f"its driver failed: {error}"))
     else:
-        _settle(future, done.result())
-
-
-def _settle(future: Future[Outcome], outcome: Outcome) -> None:
-    """Answers what is still open."""
-    with contextlib.suppress(InvalidStateError):  # another thread has answered
-        future.set_result(outcome)
+        settle(future, done.result())
 
 
 def serve(store: RanksStore, join: Join, *, start_timeout: float = 600.0) -> None:

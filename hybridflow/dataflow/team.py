@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,7 @@ class Team:
         self._trained = [role for role in plan.roles if role in trained]
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
         self._start: dict[str, Callable[[], WorkerGroup]] = {}
+        self._replacing = threading.Lock()
         self.groups: dict[str, WorkerGroup] = {}
         engines: list[RolloutEngine] = []
         for role in plan.roles:
@@ -244,13 +246,17 @@ class Team:
         They keep nothing from one call to the next: where one has died or stands still, all are
         started anew, once, and score the whole batch.
         """
+        lost = self.groups[role]
         try:
-            return self.groups[role].run(RewardWorker.score, batch, timeout=seconds), ""
+            return lost.run(RewardWorker.score, batch, timeout=seconds), ""
         except (CallTimeout, WorkerDied) as error:
             first_line = str(error).splitlines()[0]
-        self.groups[role] = self._start[role]().wait_until_started()
-        if reloaded := self.reward_parameters.get(role):
-            load_anew(self.groups[role], role, reloaded)
+        with self._replacing:
+            if self.groups[role] is lost:  # another node of the role may have met it first
+                group = self._start[role]().wait_until_started()
+                if reloaded := self.reward_parameters.get(role):
+                    load_anew(group, role, reloaded)
+                self.groups[role] = group
         result = self.groups[role].run(RewardWorker.score, batch, timeout=seconds)
         return result, f"the workers of '{role}' were started anew: {first_line}"
 

@@ -12,6 +12,7 @@ from hybridflow.algorithms import FUNCTIONS, FunctionContext
 from hybridflow.algorithms.functions import GaeSettings
 from hybridflow.batch import Batch, Ragged
 from hybridflow.recipe.axes import Axis
+from tests.algorithms.test_critic import loop
 
 SCORES, KINDS = st.floats(-3, 3, width=32), {"k1": 0.3, "k2": 0.2, "k3": 0.1}
 TOKEN = st.tuples(SCORES, SCORES, st.floats(-9, 0, width=32), st.floats(-9, 0, width=32))
@@ -34,15 +35,6 @@ def batch_of(rows, outcomes: list[float]) -> Batch:
 def penalty(estimator: str, gap: float) -> float:
     """The KL of one token: Schulman's three estimators of log p - log q = gap."""
     return {"k1": gap, "k2": gap**2 / 2, "k3": math.expm1(-gap) + gap}[estimator]
-
-
-def loop(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    found, following, ahead = [], 0.0, 0.0
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        following = reward + gamma * ahead - value + gamma * lam * following
-        ahead = value
-        found.insert(0, following)
-    return found
 
 
 def by_hand(rows, coef: float, estimator: str, whitened: bool) -> list[list[float]]:

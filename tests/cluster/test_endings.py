@@ -13,6 +13,7 @@ import pytest
 from hybridflow.batch import Batch
 from hybridflow.cluster import (
     ONE_TO_ALL,
+    ClusterError,
     LocalSession,
     RanksSession,
     RanksStore,
@@ -20,9 +21,10 @@ from hybridflow.cluster import (
     transfer,
     wait_until_started,
 )
+from hybridflow.cluster import session as session_module
 from hybridflow.cluster.host import Death, Success, free_port
 from hybridflow.cluster.local_session import Lane, LaneClosed, Threads
-from hybridflow.cluster.ranks_link import Ask, accept_peers, call_home
+from hybridflow.cluster.ranks_link import Ask, Peer, accept_peers, call_home
 from hybridflow.cluster.ranks_store import NEEDED
 from hybridflow.cluster.session import GroupOrder
 from megatron_bridge.layout import ParallelLayout
@@ -112,6 +114,50 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     meet.set()
     with pytest.raises(TimeoutError, match=r"ranks 1, 2 did not call rank 0 at .* within 0.1 s"):
         accept_peers(Store(world=3), 0.1)
+
+
+class Waiting:
+    """Does not end while the test lasts."""
+
+    ends = threading.Event()
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        pass
+
+    @transfer(ONE_TO_ALL)
+    def work(self) -> None:
+        Waiting.ends.wait(60)
+
+
+def test_a_torchrun_session_closes_beside_a_call_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Ctrl-C within an update does: the call is told at once, not at its own deadline."""
+    for name, value in zip(NEEDED, ("0", "1", "0", "127.0.0.1", str(free_port())), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.5)
+    session = RanksSession(RanksStore(60), lambda store: None)
+    group = session.group("waiting", Waiting, ParallelLayout(), session.pool("all", 1))
+    group.wait_until_started()
+    call = group.call(Waiting.work)
+    closing = ThreadPoolExecutor(1).submit(session.close)
+    with pytest.raises(ClusterError):
+        call.result(timeout=30)
+    closing.result(timeout=30)
+    Waiting.ends.set()
+
+
+def test_what_cannot_be_sent_is_answered() -> None:
+    here, there = socket.socketpair()
+    peer = Peer(1, here)
+    asked = peer.ask(Ask("call", "x", lambda: None)).result(timeout=30)
+    assert isinstance(asked, Death) and "cannot be sent" in asked.cause
+    answered = peer.ask(Ask("stop", "x"))
+    there.sendall(b"\0" * 7 + b"\2" + b"no")
+    outcome = answered.result(timeout=30)
+    assert isinstance(outcome, Death) and "cannot be read" in outcome.cause
+    there.close()
+    peer.close()
 
 
 def test_a_stranger_is_not_let_in() -> None:

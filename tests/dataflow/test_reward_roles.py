@@ -1,6 +1,8 @@
 """Reward roles within whole runs in this process."""
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 from hybridflow.batch import Batch, Ragged
-from hybridflow.cluster import LocalSession
+from hybridflow.cluster import LocalSession, WorkerDied
 from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.reward_roles import swap_model
@@ -138,6 +140,31 @@ def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
             team.restore_rewards({"reward": {"reward": {"strip": "no"}}})
         with pytest.raises(ValueError, match="no reward role 'cost' is in service"):
             team.restore_rewards({"cost": {}})
+
+
+def test_two_nodes_that_lose_one_worker_start_it_anew_once():
+    """ReMax scores samples and greedy responses by one role, beside each other."""
+    both, started = threading.Barrier(2), []
+
+    class Lost:
+        def run(self, *args, **named):
+            both.wait(30)
+            raise WorkerDied("reward", 0, "score", "its process has ended", "", "")
+
+    class New:
+        def wait_until_started(self):
+            started.append(self)
+            return self
+
+        def run(self, *args, **named):
+            return "scores"
+
+    team = object.__new__(Team)
+    team.groups, team.reward_parameters = {"reward": Lost()}, {}
+    team._start, team._replacing = {"reward": New}, threading.Lock()
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(team.score, "reward", None, 1.0) for _ in range(2)]
+    assert [call.result()[0] for call in calls] == ["scores"] * 2 and len(started) == 1
 
 
 def judge_of(quickstart: Path, folder: Path, seed: int) -> Path:
