@@ -48,8 +48,15 @@ def check_data_record(folder: RunFolder, record: Mapping[str, Any]) -> list[str]
     path = folder.path / DATA_FILE
     if not path.exists():
         return [f"{folder.path} has no {DATA_FILE}, so whether its data are the same is not known"]
-    before = json.loads(path.read_text(encoding="utf-8"))
-    shared = {name: (before[name], now) for name, now in record.items() if name in before}
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")).items())
+        shared = {name: (before[name], now) for name, now in record.items() if name in before}
+        _ = [old["sha256"] for old, _ in shared.values()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); remove it to go on without "
+            "knowing whether the data are the same"
+        ) from error
     if faults := dict.fromkeys(text for pair in shared.values() for text in _faults(*pair)):
         raise ValueError(f"--resume: {'; '.join(faults)}; {_MEND}")
     return [

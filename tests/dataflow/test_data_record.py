@@ -82,3 +82,10 @@ def test_folders_are_told_apart_by_their_content(tmp_path: Path):
         datasets.Dataset.from_list(rows).save_to_disk(tmp_path / name)
         found.append(record_of(tmp_path / name)["main"]["sha256"])
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"main": {"path": "x"}}', '{"main": 3}'])
+def test_a_damaged_record_is_one_message(begun: RunFolder, text: str) -> None:
+    (begun.path / "data.json").write_text(text)
+    with pytest.raises(ValueError, match=r"data.json is damaged .*remove it"):
+        check_data_record(begun, {"main": {"path": "x", "sha256": "0"}})
