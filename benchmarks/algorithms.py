@@ -57,11 +57,26 @@ def sizes_of(shape: str) -> list[int]:
     return [MAX_TOKENS] * SAMPLES if shape == "full" else lengths()
 
 
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""``mallopt``'s parameters."""
+
+
+def keep_freed_memory() -> None:
+    """Memory of freed tensors is used again, as by the caching allocators of trainers.
+
+    Left to itself, malloc gives some of it back, by the order of what was allocated before: fresh
+    pages cost up to four times as much as the arithmetic, on one side and not on the other.
+    """
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(MMAP_THRESHOLD, 1 << 30)
+    libc.mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 def give_back_freed_memory() -> None:
     """Memory of freed tensors goes back to the system, now and from now on, so that a peak of the
     process is one of what was held at once."""
-    libc, mmap_threshold = ctypes.CDLL("libc.so.6"), -3
-    libc.mallopt(mmap_threshold, 1 << 16)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)
 
 
@@ -111,7 +126,7 @@ def ours(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     from hybridflow.algorithms import FUNCTIONS, FunctionContext
     from hybridflow.algorithms import LOSSES as OURS
     from hybridflow.algorithms.advantages import gae
-    from hybridflow.algorithms.aggregation import token_weights
+    from hybridflow.algorithms.aggregation import token_weights, weighted_sum
     from hybridflow.algorithms.correction import correct
     from hybridflow.algorithms.losses import Sequences, TokenInputs
     from hybridflow.algorithms.values import ValueInputs, value_clip
@@ -153,7 +168,7 @@ def ours(shape: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def finish(leaf_T: Any, result: Any) -> Any:
         weights_T, normaliser = token_weights("token_mean", lengths_S)
-        value = torch.dot(weights_T, result.loss_T) / normaliser
+        value = weighted_sum(weights_T, result.loss_T) / normaliser
         value.backward()
         return leaf_T.grad, [total.item() for total in result.sums.values()]
 
@@ -187,6 +202,7 @@ def print_side(cases: Callable[[str], Iterator[tuple[str, Callable[[], Any]]]]) 
     import torch
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     found = {s: {name: measure(call) for name, call in cases(s)} for s in ("full", "long-tailed")}
     for shape, timed in found.items():
         for name, call in cases(shape):

@@ -21,7 +21,8 @@ class Counted:
     """The tokens of S responses, end to end, of which some take part.
 
     Attributes:
-        ones_T: ``[T]`` float32, 1 where a token takes part, else 0.
+        ones_T: ``[T]`` float32, 1 where a token takes part, else 0; where all do, one number for
+            all of them.
         lengths_S: ``[S]`` tokens of each response.
         counts_S: ``[S]`` float32, of these those that take part.
         divisor: of the aggregation ``constant``.
@@ -92,15 +93,30 @@ def token_weights(
             are not counted, nor is a response that has lost all its tokens.
 
     Returns:
-        ``[sum(lengths)]`` float32 weights, sequence after sequence; the normaliser of these rows,
-        to be summed over all ranks that share the step.
+        ``[sum(lengths)]`` float32 weights, sequence after sequence, to be read only: they may be
+        one number in memory; the normaliser of these rows, to be summed over all ranks that share
+        the step.
 
     Raises:
         UnknownName: ``aggregation`` is not registered.
     """
     average = AGGREGATIONS[aggregation]
-    ones_T = torch.ones(int(lengths_S.sum())) if kept_T is None else kept_T.float()
+    ones_T = torch.ones(1).expand(int(lengths_S.sum())) if kept_T is None else kept_T.float()
     counts_S = lengths_S.float()
     if kept_T is not None and len(lengths_S):
         counts_S = torch.segment_reduce(ones_T, "sum", lengths=lengths_S)
     return average(Counted(ones_T, lengths_S, counts_S, divisor))
+
+
+def weighted_sum(weights_T: Tensor, loss_R: Tensor, source_R: Tensor | None = None) -> Tensor:
+    """The sum of ``weight * loss`` over some tokens, differentiable by the losses.
+
+    Args:
+        weights_T: ``[T]`` of ``token_weights``.
+        loss_R: ``[R]`` losses.
+        source_R: ``[R]`` the place of each in ``weights_T``; None: they are all T, in order.
+    """
+    if len(weights_T) > 1 and weights_T.stride(0) == 0:
+        return loss_R.sum() * weights_T[0]  # one weight for all: nothing to gather or multiply
+    weights_R = weights_T if source_R is None else weights_T[source_R]
+    return (weights_R * loss_R).sum()

@@ -5,6 +5,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridflow.algorithms import LOSSES, PREFERENCES, agreement
+from hybridflow.algorithms.aggregation import weighted_sum
 from hybridflow.algorithms.correction import off_policy_masked
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import Sequences, TokenInputs, TokenLoss
@@ -87,7 +88,7 @@ class UpdateLoss(Measured):
             token_loss = self._token_loss(rows, pack, readings, kl_R)
             if first:
                 self._compare(rows, pack, readings.logprobs_T.detach())
-            weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
+            weighted = weighted_sum(rows.weights_T, token_loss.loss_T, pack.source_R)
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             self._metrics.add_sums(token_loss.sums, len(pack.source_R))
             return weighted * scale

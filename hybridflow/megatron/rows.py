@@ -1,6 +1,7 @@
 """One mini-batch of this data-parallel rank, flat over its response tokens."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
     correction = _correction(batch, loss, responses)
     kept_T = _kept(batch, responses, correction)
     weights_T, normaliser = token_weights(loss.aggregation, lengths_S, loss.loss_divisor, kept_T)
-    left_S = Sequences.of(responses).counts(kept_T)
+    left_S = lengths_S if kept_T is None else Sequences.of(responses).counts(kept_T)
     preference = PREFERENCES.get(loss.name)
     if preference is not None:
         normaliser = float(batch.prompts if preference.pairs else batch.samples)
@@ -202,16 +203,16 @@ def _correction(batch: Batch, loss: LossSettings, responses: Ragged) -> Correcti
     )
 
 
-def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Tensor:
-    """``[T]`` bool: tokens that take part in the loss."""
-    kept_T = torch.ones(len(responses.values), dtype=torch.bool)
+def _kept(batch: Batch, responses: Ragged, correction: Correction | None) -> Tensor | None:
+    """``[T]`` bool: tokens that take part in the loss; None: all."""
+    masks: list[Tensor] = []
     if "sample_mask" in batch:
-        kept_T &= spread_over(batch["sample_mask"], responses.lengths)
+        masks.append(spread_over(batch["sample_mask"], responses.lengths))
     if "response_mask" in batch:
-        kept_T &= batch["response_mask"].values
+        masks.append(batch["response_mask"].values)
     if correction is not None:
-        kept_T &= correction.kept_T
-    return kept_T
+        masks.append(correction.kept_T)
+    return reduce(torch.logical_and, masks) if masks else None
 
 
 def _advantages(batch: Batch, responses: Ragged) -> Tensor:

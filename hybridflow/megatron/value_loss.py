@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.aggregation import token_weights, weighted_sum
 from hybridflow.algorithms.packing import Pack, pack_rows
 from hybridflow.algorithms.values import VALUE_LOSSES, ValueInputs
 from hybridflow.batch import Batch, Ragged
@@ -97,7 +97,7 @@ class ValueUpdateLoss(Measured):
                     clip=self._settings.clip,
                 )
             )
-            weighted = (rows.weights_T[pack.source_R] * token_loss.loss_T).sum()
+            weighted = weighted_sum(rows.weights_T, token_loss.loss_T, pack.source_R)
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             self._metrics.add_sums(token_loss.sums, len(pack.source_R))
             return weighted * scale

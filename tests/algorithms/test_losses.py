@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.algorithms import AGGREGATIONS, ESTIMATORS, LOSSES
-from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.aggregation import token_weights, weighted_sum
 from hybridflow.algorithms.kl import kl_divergence
 from hybridflow.algorithms.losses import TokenInputs
 
@@ -102,3 +102,23 @@ def test_aggregation_is_the_same_for_every_split(lengths, data):
 def test_unknown_aggregation_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'token_mean'"):
         token_weights("tokenmean", torch.tensor([1]))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_one_weight_for_all_is_that_of_a_mask_that_keeps_all(aggregation):
+    lengths_S = torch.tensor([3, 0, 2])
+    everywhere_T = torch.ones(5, dtype=torch.bool)
+    source_R = torch.tensor([4, 0, 2])
+    found = []
+    for kept_T in (None, everywhere_T):
+        weights_T, share = token_weights(aggregation, lengths_S, 7.0, kept_T)
+        loss_R = torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
+        total = weighted_sum(weights_T, loss_R, source_R)
+        total.backward()
+        expected = torch.dot(weights_T[source_R], loss_R.detach())
+        torch.testing.assert_close(total.detach(), expected)
+        torch.testing.assert_close(loss_R.grad, weights_T[source_R])
+        found.append((share, total.item()))
+    assert found[0] == pytest.approx(found[1])
+    whole_T = torch.arange(5.0)
+    torch.testing.assert_close(weighted_sum(weights_T, whole_T), torch.dot(weights_T, whole_T))

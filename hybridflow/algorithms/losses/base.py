@@ -48,6 +48,13 @@ class Sequences:
         """``[T]`` the value of each token's response, differentiable."""
         return values_S.index_select(0, self.index_T)
 
+    def scale(self, values_T: Tensor, factors_S: Tensor) -> Tensor:
+        """``values_T`` itself, each value times the factor of its response."""
+        for start in range(0, len(values_T), RUN):
+            index_t = self.index_T[start : start + RUN]
+            values_T[start : start + RUN] *= factors_S.index_select(0, index_t)
+        return values_T
+
     def firsts(self, values_T: Tensor) -> Tensor:
         """``[S]`` the value of each response's first token; of one without tokens any."""
         first_S = self.lengths_S.cumsum(0) - self.lengths_S
@@ -92,20 +99,24 @@ class _OfSequences(torch.autograd.Function):
     def forward(
         ctx: Any,
         logprobs_T: Tensor,
-        loss_S: Tensor,
+        loss_T: Tensor,
         slope_S: Tensor,
         sequences: "Sequences",
         free_T: Tensor | None,
     ) -> Tensor:
+        ctx.mark_dirty(loss_T)
         ctx.sequences = sequences
         ctx.save_for_backward(slope_S, free_T)
-        return sequences.spread(loss_S)
+        return loss_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_T,), (slope_S, free_T) = grads, ctx.saved_tensors
-        moved_T = ctx.sequences.spread(ctx.sequences.means(grad_T) * slope_S)
-        return moved_T if free_T is None else moved_T.mul_(free_T), None, None, None, None
+        moved_S = ctx.sequences.means(grad_T) * slope_S
+        if free_T is None:
+            return ctx.sequences.spread(moved_S), None, None, None, None
+        # In its place, as the slope above.
+        return ctx.sequences.scale(free_T, moved_S), None, None, None, None
 
 
 def with_slope(logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
@@ -118,14 +129,17 @@ def with_slope(logprobs_T: Tensor, loss_T: Tensor, slope_T: Tensor) -> Tensor:
 
 def of_sequences(
     logprobs_T: Tensor,
-    loss_S: Tensor,
+    loss_T: Tensor,
     slope_S: Tensor,
     sequences: "Sequences",
     free_T: Tensor | None = None,
 ) -> Tensor:
-    """``[T]`` each response's ``loss_S``, a function of its mean log-probability whose derivative
-    is ``slope_S``; tokens whose ``free_T`` is 0 have no part in the gradient."""
-    result = _OfSequences.apply(logprobs_T, loss_S, slope_S, sequences, free_T)
+    """``loss_T``, a new tensor without gradient in which each response has one loss, as a function
+    of its mean log-probability whose derivative is ``slope_S``.
+
+    Tokens whose ``free_T``, a new tensor of 0 and 1, is 0 have no part in the gradient.
+    """
+    result = _OfSequences.apply(logprobs_T, loss_T, slope_S, sequences, free_T)
     assert isinstance(result, Tensor)
     return result
 

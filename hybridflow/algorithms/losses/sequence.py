@@ -37,7 +37,7 @@ def gspo(inputs: TokenInputs) -> TokenLoss:
     loss_S, slope_S, cut_S = clipped_surrogate(
         ratio_S, advantages_S, inputs.clip_low, inputs.clip_high
     )
-    loss_T = of_sequences(inputs.logprobs_T, loss_S, slope_S, sequences)
+    loss_T = of_sequences(inputs.logprobs_T, sequences.spread(loss_S), slope_S, sequences)
     tokens_S = sequences.lengths_S
     sums = {"ratio_mean": (ratio_S * tokens_S).sum(), **clip_sums(cut_S * tokens_S, ratio_S, 1.0)}
     return TokenLoss(loss_T, {**sums, **entropy_estimate(inputs)})
@@ -93,9 +93,10 @@ def gmpo(inputs: TokenInputs) -> TokenLoss:
         bounded_T[span] = gap_t.addcmul_(beyond_t, cut_t)
     ratio_S = ratio_of(sequences.means(bounded_T))
     loss_S = sequences.firsts(advantages_T).neg() * ratio_S
+    loss_T = torch.index_select(loss_S, 0, sequences.index_T, out=bounded_T)
     mean = {"ratio_mean": (ratio_S * sequences.lengths_S).sum()}
     # The derivative of each response's loss by its mean gap is the loss.
     return TokenLoss(
-        of_sequences(inputs.logprobs_T, loss_S, loss_S, sequences, free_T),
+        of_sequences(inputs.logprobs_T, loss_T, loss_S, sequences, free_T),
         {**mean, **sums, **entropy_estimate(inputs)},
     )
