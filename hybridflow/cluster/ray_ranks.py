@@ -13,6 +13,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from hybridflow.batch import Batch
 from hybridflow.cluster.host import (
     Death,
     Failure,
@@ -28,6 +29,10 @@ from hybridflow.cluster.transfer import Piece
 LOG_LINES = 20
 BESIDE = "beside"
 """The thread of calls that run beside others; see ``transfer``."""
+
+SMALL_BYTES = 64 << 10
+"""Rows up to here travel within the call: the way through the object store takes as long again as
+the call, and is worth it where ranks share what lies there."""
 
 FOREIGN_VARIABLES = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 """Beginnings of the names that torchrun sets: where Ray was started under torchrun, they would
@@ -112,7 +117,7 @@ class ActorRanks:
         self._end = end
 
     def share(self, piece: Piece) -> Any:
-        return ray.put(piece)
+        return ray.put(piece) if _rows_bytes(piece) > SMALL_BYTES else piece
 
     def start(self, rank: int, seconds: float) -> Any:
         world = len(self._actors)
@@ -158,6 +163,12 @@ class ActorRanks:
                 ray.kill(actor, no_restart=True)
         finally:
             self._end()
+
+
+def _rows_bytes(piece: Piece) -> int:
+    """Bytes of the batches among a call's arguments; all else is small."""
+    values = (*piece.args, *piece.kwargs.values())
+    return sum(value.nbytes for value in values if isinstance(value, Batch))
 
 
 def _meet_at(address: str) -> None:
