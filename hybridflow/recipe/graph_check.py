@@ -24,9 +24,13 @@ from hybridflow.recipe.signature import MEGATRON_KINDS
 PUBLISHED_ROLE = "actor"
 
 
-def structure_faults(graph: Graph) -> list[Fault]:
-    """Faults that need no recipe: names, producers, conditions, cycles."""
-    faults = [*_input_faults(graph), *_producer_faults(graph)]
+def structure_faults(graph: Graph, origin: str = "") -> list[Fault]:
+    """Faults that need no recipe: names, producers, conditions, cycles.
+
+    Args:
+        origin: of the graph, where no node tells its own.
+    """
+    faults = [*_input_faults(graph, origin), *_producer_faults(graph)]
     for node in graph.nodes:
         faults.extend(_node_faults(graph, node))
         faults.extend(_repeat_faults(graph, node))
@@ -42,8 +46,8 @@ def structure_faults(graph: Graph) -> list[Fault]:
     return faults
 
 
-def _input_faults(graph: Graph) -> Iterator[Fault]:
-    where = graph.nodes[0].origin if graph.nodes else ""
+def _input_faults(graph: Graph, origin: str) -> Iterator[Fault]:
+    where = graph.nodes[0].origin if graph.nodes else origin
     if not graph.nodes:
         yield Fault(where, "the dataflow has no nodes", "add nodes")
     for name in graph.inputs:

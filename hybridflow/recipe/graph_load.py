@@ -33,7 +33,7 @@ def parse_graph(data: Any, origin: Origin) -> tuple[Graph | None, list[Fault]]:
     reader = _GraphReader(origin)
     graph = reader.graph(data)
     if graph is not None:
-        reader.faults.extend(structure_faults(graph))
+        reader.faults.extend(structure_faults(graph, origin(("nodes",))))
     return graph, reader.faults
 
 

@@ -24,6 +24,7 @@ from hybridflow.recipe.source import (
     COMMAND_LINE,
     KeyPath,
     Source,
+    flow_yaml,
     parse_yaml,
     read_yaml,
     to_yaml,
@@ -279,6 +280,8 @@ def _example(key: str, info: FieldInfo | None) -> str:
             for name, field in kinds[0].model_fields.items()
             if field.examples
         }
-        value = str(given).replace("'", "")
+        value = given
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, (dict, list)):
+        text = flow_yaml(value)
     return f"`{key}: {text}` ({info.description})"

@@ -1,5 +1,6 @@
 """Value types of the recipe whose rule does not fit a plain bound. One fault per value."""
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ def _is_number(value: Any) -> bool:
 def _clip(value: Any) -> Any:
     bounds = value if isinstance(value, list) else [value]
     pair = len(bounds) == (2 if isinstance(value, list) else 1)
-    numbers = all(_is_number(b) and b > 0 for b in bounds)
+    numbers = all(_is_number(b) and 0 < b < math.inf for b in bounds)
     if not pair or not numbers or bounds[0] >= 1:
         what = f"must be a number between 0 and 1 or [low, high], low below 1, not {value!r}"
         raise Wrong(what, "write `clip: 0.2` or `clip: [0.2, 0.28]`")

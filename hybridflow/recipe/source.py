@@ -53,6 +53,13 @@ def to_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True)
 
 
+def flow_yaml(data: Any) -> str:
+    """Plain values as YAML on one line, as they stand behind a key."""
+    flow = {"sort_keys": False, "default_flow_style": True, "width": float("inf")}
+    text = yaml.dump(data, Dumper=_CoreDumper, allow_unicode=True, **flow)
+    return text.removesuffix("...\n").strip()
+
+
 @dataclass
 class Source:
     """Plain values, the place of each one, and what is wrong with the text itself."""

@@ -16,12 +16,14 @@ from hybridflow.recipe.checks import (
     model,
     models,
     output,
+    provenance,
     rewards,
     roles,
     served,
     sizes,
     sync,
     token_rewards,
+    untaught,
 )
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
@@ -34,6 +36,8 @@ CHECKS: tuple[Check, ...] = (
     *idle.CHECKS,
     *algorithm.CHECKS,
     *mismatch.CHECKS,
+    *provenance.CHECKS,
+    *untaught.CHECKS,
     *model.CHECKS,
     *models.CHECKS,
     *served.CHECKS,

@@ -38,6 +38,11 @@ class Context:
     def stages(self) -> list[Stage]:
         return self.compiled[0]
 
+    @property
+    def has_main(self) -> bool:
+        """Whether the main stage's graph could be read and has nodes; else that is a fault."""
+        return any(stage.name == "main" and stage.graph.nodes for stage in self.stages)
+
     @cached_property
     def plan(self) -> Plan:
         return make_plan(self.recipe, self.stages)

@@ -104,9 +104,11 @@ def group_faults(context: Context) -> Iterator[Fault]:
             compares = known is not None and known.compares_samples
             if compares and stage.samples_per_prompt == 1:
                 what = f"node '{node.name}' compares samples of a prompt, but there is one of each"
-                yield context.fault(
-                    "data.samples_per_prompt", what, "set data.samples_per_prompt to 2 or more"
-                )
+                key, fix = "data.samples_per_prompt", "set data.samples_per_prompt to 2 or more"
+                if stage.name == "warm_start":
+                    key, fix = "warm_start.dataflow", "warm up by a dataflow on the data's answers"
+                    what += " in a warm start"
+                yield context.fault(key, what, fix)
             yield from _brought_faults(context, stage, node)
 
 
@@ -148,8 +150,8 @@ def evaluation_faults(context: Context) -> Iterator[Fault]:
 def section_faults(context: Context) -> Iterator[Fault]:
     """Sections that no node heeds."""
     recipe = context.recipe
-    if all(stage.name != "main" for stage in context.stages):
-        return  # its graph could not be read, which is a fault by itself
+    if not context.has_main:
+        return
     graphs = [stage.graph for stage in context.stages]
     names = {field for graph in graphs for field in graph.inputs}
     if recipe.evaluation is not None and not any(name.startswith("eval_") for name in names):

@@ -64,8 +64,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 def idle_faults(context: Context) -> Iterator[Fault]:
     """Settings whose value is not the default, and that nothing reads."""
-    if all(stage.name != "main" for stage in context.stages):
-        return  # its graph could not be read, which is a fault by itself
+    if not context.has_main:
+        return
     yield from _Idle(context).of(context.recipe, "", "", "")
 
 

@@ -21,7 +21,7 @@ def batch_faults(context: Context) -> Iterator[Fault]:
             mini_batches = 1 if training is None else training.mini_batches
             if prompts % dp and dp not in reported:
                 reported.add(dp)
-                fix = f"set {key} to a multiple of {dp}, such as {_up(prompts, dp)}"
+                fix = f"set {key} to a multiple of {dp}, such as {_multiples(prompts, dp)}"
                 what = f"{key}={prompts} does not divide over dp={dp} ranks of the {role}"
                 yield context.fault(key, what, fix)
             elif prompts % dp == 0 and prompts // dp % mini_batches:
@@ -33,9 +33,10 @@ def batch_faults(context: Context) -> Iterator[Fault]:
                 yield context.fault(f"roles.{role}.mini_batches", what, fix)
 
 
-def _up(value: int, divisor: int) -> int:
-    """The smallest multiple of ``divisor`` from ``value`` on."""
-    return -(-value // divisor) * divisor
+def _multiples(value: int, divisor: int) -> str:
+    """Those of ``divisor`` below and above ``value``."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
 
 
 def _key(stage: Stage, key: str, default: str) -> str:

@@ -14,8 +14,8 @@ SHIPPED = "ppo or safe_rlhf"
 
 def unread_faults(context: Context) -> Iterator[Fault]:
     """Roles that score tokens in a graph that takes only their sums."""
-    if all(stage.name != "main" for stage in context.stages):
-        return  # its graph could not be read, which is a fault by itself
+    if not context.has_main:
+        return
     nodes = [node for stage in context.stages for node in stage.graph.nodes]
     read = {field for node in nodes for field in node.inputs.values()}
     for role, section in context.recipe.roles.rewards().items():

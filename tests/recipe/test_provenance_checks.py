@@ -1,0 +1,79 @@
+"""Fields of the right type from the wrong node, and graphs that would teach nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.recipe.activate import SHIPPED
+from hybridflow.recipe.checks import check_file
+
+CRITIC = "roles.critic={optimizer: {lr: 1e-3}, colocate: actor}"
+IN_REWARD = "algorithm.kl={coef: 0.01, place: reward, estimator: k1}"
+COST = [
+    CRITIC,
+    "roles.cost={function: exact_match}",
+    "roles.cost_critic={head: value, optimizer: {lr: 1e-3}, colocate: critic}",
+    "algorithm.lagrangian={limit: 0.2}",
+    IN_REWARD,
+]
+
+
+def faults_of(*overrides: str) -> list[str]:
+    return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
+
+
+GRAPHS = [
+    ("safe_rlhf", "responses, values, returns]", "responses, {values: cost_values}, returns]", COST,
+     "takes 'cost_values' of the role 'cost_critic' as its values"),
+    ("safe_rlhf", "responses, values, returns]", "responses, values, {returns: cost_returns}]",
+     COST, "'cost_returns' are over the values of the role 'cost_critic'"),
+    ("safe_rlhf", "in: [token_rewards, values]", "in: [token_rewards, {values: cost_values}]", COST,
+     "'returns' are over the values of the role 'cost_critic'"),
+    ("safe_rlhf", "cost_advantages, costs]", "{cost_advantages: reward_advantages}, costs]", COST,
+     "weighs 'reward_advantages' against itself"),
+    ("safe_rlhf", "cost_advantages, costs]", "cost_advantages, {costs: rewards}]", COST,
+     "weighs what node 'cost' scores, but 'rewards', by which lambda moves, are of node 'score'"),
+    ("safe_rlhf", "kl_share: -0.5", "kl_share: 0.5", COST, "takes the KL off a cost"),
+    ("grpo", "out: [responses, rollout_logprobs, token_versions]}",
+     "out: [responses, rollout_logprobs, token_versions], sampling: greedy}", [],
+     "the greedy node 'generate' gives one of each"),
+    ("grpo", "out: [weight_version]}", "out: [weight_version], every: 2}", [],
+     "does not publish in every step that trains the actor"),
+    ("ppo", "  update_critic: {role: critic, call: update, in: [prompts, responses, values, "
+     "returns], loss: value_clip}\n", "", [CRITIC, "checkpoint.every=null"],
+     "reads the values of the role 'critic', which no node trains"),
+    ("dapo", "    repeat_until: {condition: enough, from: generate, cap: 16}\n", "",
+     ["roles.reference=null", "algorithm.kl={}"], "node 'keep' does not repeat"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "there", "instead", "told", "what"), GRAPHS)
+def test_a_shipped_graph_with_one_change(
+    workspace: Path, name: str, there: str, instead: str, told: list[str], what: str
+) -> None:
+    text = SHIPPED.joinpath(f"{name}.yaml").read_text()
+    assert text.count(there) == 1
+    Path("graph.yaml").write_text(text)
+    assert not [fault for fault in faults_of("dataflow=graph.yaml", *told) if what in fault]
+    Path("graph.yaml").write_text(text.replace(there, instead))
+    assert any(what in fault for fault in faults_of("dataflow=graph.yaml", *told))
+
+
+SETTINGS = [
+    ("kto", ["algorithm.preference={desirable_weight: 0, undesirable_weight: 0}"],
+     "both weights at 0"),
+    ("kto", ["data.prompts_per_step=1", "roles.actor.parallel={}"],
+     "gives each prompt the answer of another, and data.prompts_per_step is 1"),
+    ("distill", ["roles.teacher={head: vocabulary, colocate: actor}"],
+     "'teacher' teaches with the weights with which the student begins"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "told", "what"), SETTINGS)
+def test_a_shipped_graph_with_a_setting(
+    workspace: Path, name: str, told: list[str], what: str
+) -> None:
+    assert any(what in fault for fault in faults_of(f"dataflow={name}", *told))
+    sound = [text for text in told if "preference" not in text and "teacher" not in text]
+    sound = [text.replace("step=1", "step=2") for text in sound]
+    assert not any(what in fault for fault in faults_of(f"dataflow={name}", *sound))
