@@ -88,8 +88,8 @@ def kl_baseline(logprobs: Ragged, ref_logprobs: Ragged, mask: Ragged | None = No
 def log_ratio(teacher_T: Tensor, student_T: Tensor) -> Tensor:
     """``[T]`` on-policy distillation's advantage of each sampled token, float32.
 
-    GKD (Agarwal et al., 2023, arXiv:2306.13649), with samples of the student alone and the reverse
-    KL, as the gradient of its sampled form (Thinking Machines Lab, 2025)::
+    MiniLLM (Gu et al., 2023, arXiv:2306.08543), the policy gradient of the reverse KL on samples of
+    the student, one token ahead (its single-step part)::
 
         A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t)
 

@@ -63,7 +63,9 @@ def value_clip(inputs: ValueInputs) -> TokenLoss:
     values_T, old_T, returns_T = inputs.values_T.detach(), inputs.old_values_T, inputs.returns_T
     error_T = values_T - returns_T
     free_T = error_T.square()
-    held_T = (values_T - old_T).clamp_(-inputs.clip, inputs.clip).add_(old_T)
+    # Bounds around the old value: a difference added to it again would be off by a rounding, which
+    # takes a value within the bounds for one beyond.
+    held_T = values_T.clamp(old_T - inputs.clip, old_T + inputs.clip)
     bounded_T = held_T.sub_(returns_T).square_()
     loss_T = torch.maximum(free_T, bounded_T).mul_(0.5)
     # Where the bound is the larger error it does not move with the value.

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from hybridflow.data import PromptDataset
+from hybridflow.recipe.catalogue_losses import SCORE_LOSSES
 from hybridflow.recipe.compile import Plan, Stage
 
 
@@ -17,6 +18,8 @@ def check_sizes(plan: Plan, stage: Stage, dataset: PromptDataset) -> None:
     packs = stage.pack_tokens(plan.recipe)
     role = min(packs, key=packs.__getitem__)
     row, tokens = dataset.longest()
+    if any(node.options.get("loss") in SCORE_LOSSES for node in stage.graph.nodes):
+        tokens += len(dataset.responses)  # a score stands behind each response's last token
     what = f"{dataset.where(row)}: the row has {tokens} tokens, its responses and their prompts"
     if tokens > packs[role]:
         raise ValueError(

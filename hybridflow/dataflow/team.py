@@ -197,6 +197,7 @@ class Team:
         entry = catalogue.LOSSES.get(name)
         low, high = algorithm.clip_bounds(PUBLISHED_CLIP if entry is None else entry.clip)
         gate = algorithm.sapo or SapoSection()
+        of_samples = stage.generates and entry is not None and "advantages" in entry.needs
         return LossSettings(
             name=name,
             clip_low=low,
@@ -206,14 +207,14 @@ class Team:
             tau_negative=gate.tau_negative,
             kl_coef=self.state["kl_coef"] if _pays_kl(algorithm, stage, role) else 0.0,
             kl_estimator=algorithm.kl.estimator,
-            **(_corrections(algorithm, self.state) if stage.generates else {}),
+            **(_corrections(algorithm, self.state) if of_samples else {}),
             preference=PreferenceSettings(**algorithm.preference.model_dump()),
             aggregation=algorithm.aggregation,
             loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
             temperature=self.temperature(stage),
             **self._passes(stage, role),
             agreement_threshold=algorithm.agreement.threshold,
-            agreement_bound=algorithm.agreement.bound if stage.generates else None,
+            agreement_bound=algorithm.agreement.bound if of_samples else None,
             weight_version=self.version if stage.generates else None,
         )
 
@@ -341,7 +342,8 @@ def _pays_kl(algorithm: AlgorithmSection, stage: Stage, role: str) -> bool:
 
 
 def _corrections(algorithm: AlgorithmSection, state: SharedState) -> dict[str, Any]:
-    """Settings of losses of sampled responses, which a supervised stage has no use for."""
+    """Settings of losses with advantages: a supervised loss, or that of a model which learns from
+    outcomes beside the policy, has no use for them."""
     told, mask = algorithm.rollout_correction, algorithm.off_policy_mask
     correction = told and CorrectionSettings(
         told.method, told.level, low=told.low or 1 / told.high, high=told.high

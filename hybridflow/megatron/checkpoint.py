@@ -11,6 +11,7 @@ when every rank is done: under its own name it is always whole.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict
@@ -66,6 +67,8 @@ def save(
 
 def _write(path: Path, tensors: dict[str, Tensor], names: Collection[str]) -> None:
     save_file({name: tensors[name].detach().contiguous() for name in sorted(names)}, path)
+    with open(path, "rb") as file:  # before the run's own record calls the checkpoint whole
+        os.fsync(file.fileno())
 
 
 def load(
@@ -81,12 +84,13 @@ def load(
         raise ValueError(f"{folder} holds no engine checkpoint: {_SCALARS} is missing")
     try:
         scalars = json.loads(path.read_text(encoding="utf-8"))
-        saved = ParallelLayout(**scalars["layout"])
+        version = scalars["version"]
+        saved = ParallelLayout(**scalars["layout"]) if version == VERSION else None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}; {MEND}") from error
-    if scalars["version"] != VERSION:
+    if version != VERSION:
         raise ValueError(
-            f"{folder} is a checkpoint of version {scalars['version']}; this code reads {VERSION}"
+            f"{folder} is a checkpoint of version {version}; this code reads {VERSION}"
         )
     if saved != layout:
         raise ValueError(

@@ -122,13 +122,8 @@ class Engine:
     def _of_tokens(self, batch: Batch, temperature: float = 1.0) -> Ragged | None:
         """One number per response token, from the position that predicts it."""
         self.switch_to_training()
-        responses: Ragged = batch["responses"]
         packs = self._packs(batch)
-        flat_T = torch.zeros(len(responses.values))
-        self._scatter(packs, flat_T, temperature)
-        if not is_reporter():
-            return None
-        return Ragged(flat_T, responses.offsets)
+        return _by_token(batch, packs, self._packed.infer(packs, temperature), torch.float32)
 
     def _packs(self, batch: Batch) -> list[Pack]:
         packs = pack_rows(
@@ -145,20 +140,9 @@ class Engine:
         Args, Returns: as ``logprobs``, in the model's type.
         """
         self.switch_to_training()
-        responses: Ragged = batch["responses"]
         packs = self._packs(batch)
-        flat_TH = torch.zeros(
-            len(responses.values), self._hf_config["hidden_size"], dtype=self.config.dtype
-        )
-        for pack, hidden_RH in zip(packs, self._packed.hidden(packs), strict=False):
-            flat_TH[pack.source_R] = hidden_RH.cpu()
-        return responses.with_values(flat_TH) if is_reporter() else None
-
-    def _scatter(self, packs: list[Pack], flat_T: Tensor, temperature: float) -> None:
-        results = self._packed.infer(packs, temperature)
-        if results:  # the last pipeline stage's
-            for pack, read_R in zip(packs, results, strict=True):
-                flat_T[pack.source_R] = read_R.cpu()
+        width = self._hf_config["hidden_size"]
+        return _by_token(batch, packs, self._packed.hidden(packs), self.config.dtype, width)
 
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """``loss.epochs`` passes of ``loss.mini_batches`` optimizer steps over the batch.
@@ -415,6 +399,19 @@ def is_reporter() -> bool:
     """Whether this rank holds the results of its data-parallel replica."""
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return last and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _by_token(
+    batch: Batch, packs: list[Pack], results: list[Tensor], dtype: torch.dtype, *width: int
+) -> Ragged | None:
+    """What each pack gave, by response token; None where another rank reports it."""
+    if not is_reporter():
+        return None
+    responses: Ragged = batch["responses"]
+    flat = torch.zeros(len(responses.values), *width, dtype=dtype)
+    for pack, result in zip(packs, results, strict=True):
+        flat[pack.source_R] = result.cpu()
+    return responses.with_values(flat)
 
 
 def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:

@@ -1,5 +1,7 @@
 """Sums over tokens on every rank, and the means that all ranks report."""
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -48,14 +50,19 @@ class TokenMetrics:
         total, count = total_2.tolist()
         return total / max(count, 1e-12)
 
-    def reduce(self) -> dict[str, float]:
-        """Means and maxima over all ranks; collective, the same on each."""
+    def reduce(self, perhaps: Collection[str] = ()) -> dict[str, float]:
+        """Means and maxima over all ranks; collective, the same on each.
+
+        Args:
+            perhaps: means that are left out where no rank has a value for them.
+        """
         result: dict[str, float] = {}
         if self._sums:
             totals_N2 = torch.stack(list(self._sums.values()))
             dist.all_reduce(totals_N2)
-            means = totals_N2[:, 0] / totals_N2[:, 1].clamp(min=1e-12)
-            result |= dict(zip(self._sums, means.tolist(), strict=True))
+            for name, (total, count) in zip(self._sums, totals_N2.tolist(), strict=True):
+                if count or name not in perhaps:
+                    result[name] = total / max(count, 1e-12)
         if self._maxima:
             highest_N = torch.stack(list(self._maxima.values()))
             dist.all_reduce(highest_N, op=dist.ReduceOp.MAX)

@@ -61,9 +61,10 @@ class PreferenceUpdateLoss(Measured):
         tokens = torch.tensor(float(sum(rows.tokens for rows in parts)))
         self._metrics.add("tokens", tokens, 1 / replicas)
         self._metrics.add("response_length_mean", tokens, sum(rows.responses for rows in parts))
-        found = self._metrics.reduce()
-        if self._loss.kinds is not None:
-            good, bad = self._loss.kinds
+        kinds = self._loss.kinds or ()
+        found = self._metrics.reduce(perhaps=kinds)  # a step may have no response of a kind
+        if kinds and found.keys() >= {*kinds}:
+            good, bad = kinds
             found["reward_margin"] = found[good] - found[bad]
         return found
 

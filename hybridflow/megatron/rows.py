@@ -86,9 +86,12 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
     kept_T = _kept(batch, responses, correction)
     weights_T, normaliser = token_weights(loss.aggregation, lengths_S, loss.loss_divisor, kept_T)
     left_S = lengths_S if kept_T is None else Sequences.of(responses).counts(kept_T)
-    preference = PREFERENCES.get(loss.name)
-    if preference is not None:
-        normaliser = float(batch.prompts if preference.pairs else batch.samples)
+    pairs = loss.name in PREFERENCES and PREFERENCES[loss.name].pairs
+    if pairs:  # of which one response takes no part, the other has nothing to be compared with
+        left_S = left_S * (left_S.view(-1, 2) > 0).all(dim=1).repeat_interleave(2)
+    responses_left = int((left_S > 0).sum())
+    if loss.name in PREFERENCES:
+        normaliser = responses_left / (2 if pairs else 1)
     flat = {name: batch[name].values.float() if name in batch else None for name in LOGPROBS}
     return Rows(
         packs=pack_rows(
@@ -97,13 +100,13 @@ def rows_of(batch: Batch, loss: LossSettings, max_tokens: int, share_prompts: bo
             max_tokens,
             share_prompts=share_prompts,
             kept_S=left_S > 0,
-            whole_groups=preference is not None and preference.pairs,
+            whole_groups=pairs,
             trained_T=batch["response_mask"].values if "response_mask" in batch else None,
         ),
         weights_T=weights_T,
         normaliser=normaliser,
         tokens=int(left_S.sum()),
-        responses=int((left_S > 0).sum()),
+        responses=responses_left,
         empty=not len(responses.values),
         advantages_T=_advantages(batch, responses) if "advantages" in batch else None,
         old_logprobs_T=flat["old_logprobs"],
@@ -132,8 +135,7 @@ def _check_token_loss(batch: Batch, loss: LossSettings) -> None:
                 raise ValueError(
                     f"{setting} needs the field '{field}': add it to the inputs of the update"
                 )
-    for mask in ("sample_mask", "response_mask"):
-        _check_mask(batch, mask)
+    _check_masks(batch)
     entry = LOSSES[loss.name]
     if entry.needs_advantages and "advantages" not in batch:
         raise ValueError(f"loss '{loss.name}' needs the field 'advantages'")
@@ -158,23 +160,24 @@ def _check_preference(batch: Batch, loss: LossSettings) -> None:
             f"loss '{loss.name}' takes two responses to a prompt, the chosen and the rejected; "
             f"there are {batch.samples_per_prompt}"
         )
-    _check_mask(batch, "response_mask")
+    _check_masks(batch)
     lengths_S = batch["responses"].lengths
     if bool((lengths_S == 0).any()):
         row = int((lengths_S == 0).nonzero()[0])
         raise ValueError(f"loss '{loss.name}': response {row} is empty; it needs one token or more")
 
 
-def _check_mask(batch: Batch, name: str) -> None:
-    if name not in batch:
-        return
-    data = batch[name]
-    values = data.values if isinstance(data, Ragged) else data
-    if values.dtype is not torch.bool:
-        told = str(values.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"'{name}' is a mask of {told}; it is bool: compare, such as `{name} != 0`"
-        )
+def _check_masks(batch: Batch) -> None:
+    for name in ("sample_mask", "response_mask"):
+        if name not in batch:
+            continue
+        data = batch[name]
+        values = data.values if isinstance(data, Ragged) else data
+        if values.dtype is not torch.bool:
+            told = str(values.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"'{name}' is a mask of {told}; it is bool: compare, such as `{name} != 0`"
+            )
 
 
 def _needs(loss: LossSettings) -> dict[str, tuple[str, ...]]:

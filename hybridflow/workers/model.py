@@ -194,7 +194,7 @@ class ModelWorker:
 
     @transfer(ONE_TO_ALL)
     def save(self, folder: str) -> None:
-        """Write weights, optimizer and random state; whole or absent."""
+        """Write weights, optimizer state and counters; whole or absent."""
         self._engine.save_checkpoint(Path(folder))
 
     @transfer(ONE_TO_ALL)

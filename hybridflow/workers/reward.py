@@ -73,16 +73,16 @@ class RewardWorker:
         self._trial: list[RewardItem] = []
         self._next: tuple[list[FunctionSettings], list[Scorer]] | None = None
         self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="reward")
-        self._tokenizer = load_tokenizer(model_path)
+        try:
+            self._tokenizer = load_tokenizer(model_path)
+            for scorer in self._scorers:
+                scorer.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
         added = self._tokenizer.added_tokens_decoder.items()
         special = {i for i, token in added if token.special} | {*self._tokenizer.all_special_ids}
         self._special_ids = torch.tensor(sorted(special), dtype=torch.int64)
-        try:
-            for scorer in self._scorers:
-                scorer.wait_until_ready()
-        except ValueError:
-            self.close()
-            raise
 
     def _scorer(self, function: FunctionSettings) -> Scorer:
         return Scorer(

@@ -178,6 +178,17 @@ def test_value_losses_by_hand():
     torch.testing.assert_close(plain, torch.tensor([2.0, 0.5, 0.005]))
 
 
+def test_values_within_their_bounds_keep_their_gradient():
+    """In float32, whose roundings must not pass for a bound."""
+    torch.manual_seed(0)
+    values_T = (0.05 * torch.randn(5000)).requires_grad_()
+    old_T, returns_T = values_T.detach() + 0.05 * torch.randn(5000), torch.randn(5000)
+    result = VALUE_LOSSES["value_clip"](ValueInputs(values_T, returns_T, old_T, clip=0.3))
+    result.loss_T.sum().backward()
+    torch.testing.assert_close(values_T.grad, values_T.detach() - returns_T)
+    assert result.sums["clip_fraction"] == 0
+
+
 def test_explained_variance():
     returns_T = torch.tensor([0.0, 1.0, 2.0, 3.0])
     assert explained_variance(returns_T, returns_T) == 1

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from transformers import (
 from hybridflow.algorithms.losses.reward_model import METRICS, SCORE_LOSSES, bradley_terry
 from hybridflow.batch import Ragged
 from hybridflow.data import load_dataset
+from hybridflow.dataflow.row_sizes import check_sizes
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.checks import check
+from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe, read_draft
 from hybridflow.workers.model import pooled
 from tests.data.settings import Settings
@@ -95,6 +98,17 @@ def test_what_check_says(write_recipe):
     assert any("would update the role 'reward', which is frozen" in fault for fault in found)
     found = faults(ROLES, "dataflow=sft")
     assert any("the role 'actor', which the recipe lacks" in fault for fault in found)
+
+
+def test_a_pair_must_fit_with_both_its_scores(write_recipe, assets: Path):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "plain")
+    dataset = load_dataset(Settings(), tokenizer, assets / "train.jsonl", ("prompts", "pairs"))
+    _, tokens = dataset.longest()
+    for room, fits in ((tokens + 1, False), (tokens + 2, True)):
+        told = (ROLES, f"roles.reward.micro_batch_tokens={room}")
+        plan = compile_recipe(load_recipe(write_recipe("reward_model"), told))
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"has {tokens + 2} tokens"):
+            check_sizes(plan, plan.stages[0], dataset)
 
 
 BY_TOKEN = """

@@ -12,7 +12,7 @@ from hybridflow.dataflow.team import Team
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
-from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.compile import Plan, compile_recipe
 from hybridflow.recipe.load import load_recipe
 from tests.dataflow.reported import assert_reported
 
@@ -95,11 +95,26 @@ PUBLISHED = {
 def test_a_loss_has_the_bounds_of_its_paper_where_the_recipe_tells_none(make_recipe, name) -> None:
     for told, bounds in (("null", PUBLISHED[name]), ("[0.1, 0.3]", (0.1, 0.3))):
         plan = compile_recipe(make_recipe(f"algorithm.clip={told}", "warm_start=null"))
-        team = object.__new__(Team)
-        team.recipe, team.state, team.publisher = plan.recipe, SharedState(live_values(plan)), None
-        team.version = 0
-        loss = team.loss(plan.stages[-1], "actor", name)
+        loss = team_of(plan).loss(plan.stages[-1], "actor", name)
         assert (loss.clip_low, loss.clip_high) == bounds
+
+
+def team_of(plan: Plan) -> Team:
+    """One that has no worker."""
+    team = object.__new__(Team)
+    team.recipe, team.state, team.publisher = plan.recipe, SharedState(live_values(plan)), None
+    team.version = 0
+    return team
+
+
+def test_a_model_beside_the_policy_has_no_correction(make_recipe, tmp_path) -> None:
+    """PRIME's learns from outcomes: it gets neither old nor the rollout's log-probabilities."""
+    told = ("algorithm.rollout_correction={method: masked, high: 2}", "algorithm.entropy_coef=0.1")
+    plan = compile_recipe(make_recipe(*overrides_of("prime", tmp_path), *told))
+    team, stage = team_of(plan), plan.stages[-1]
+    policy, process = team.loss(stage, "actor", "ppo_clip"), team.loss(stage, "prm", "prime")
+    assert policy.correction is not None and policy.entropy_coef == 0.1
+    assert process.correction is None and process.entropy_coef == 0
 
 
 @pytest.mark.parametrize(

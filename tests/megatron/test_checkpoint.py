@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hybridflow.megatron import checkpoint
 from hybridflow.megatron.config import OptimizerSettings
 from hybridflow.megatron.schedule import learning_rate
 from megatron_bridge.convert.sources import open_checkpoint
@@ -145,6 +146,16 @@ def test_what_does_not_fit_is_refused(tiny_qwen3: str, tied_qwen3: str, tmp_path
         run_ranks(load, 1, tiny_qwen3, one, tmp_path / "saved", dtype=torch.bfloat16)
     with pytest.raises(RanksFailed, match="holds no engine checkpoint"):
         run_ranks(load, 1, tiny_qwen3, one, tmp_path / "absent")
+    described = tmp_path / "saved" / "engine.json"
+    text = described.read_text()
+    described.write_text('{"version": 99, "layout": {"of": "another time"}}')
+    with pytest.raises(ValueError, match="a checkpoint of version 99; this code reads"):
+        checkpoint.load(tmp_path / "saved", one)
+    for damage in ("[]", '{"layout": {}}', text[:-9]):
+        described.write_text(damage)
+        with pytest.raises(ValueError, match="engine.json is damaged: .*resume from the one"):
+            checkpoint.load(tmp_path / "saved", one)
+    described.write_text(text)
     file = tmp_path / "saved" / "tp0_pp0.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(RanksFailed, match="tp0_pp0.safetensors is damaged: .*resume from the one"):

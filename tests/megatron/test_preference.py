@@ -19,6 +19,7 @@ ONE = ParallelLayout()
 STILL = OptimizerSettings(lr=1e-30, clip_grad=0.0)
 SETTINGS = PreferenceSettings(label_smoothing=0.1, desirable_weight=1.3)
 CASES = {name: LossSettings(name=name, preference=SETTINGS) for name in PREFERENCES}
+MASKED = torch.tensor([True, False, True, True, True, True, False, True])
 FIELDS = ("prompts", "responses", "ref_logprobs")
 
 
@@ -42,6 +43,8 @@ def measure(path: str, layout: ParallelLayout, batch: Batch, **options: Any) -> 
     engine = make_engine(path, layout, optimizer=STILL, **options)
     part = my_part(batch, layout)
     found: dict[str, Any] = {name: engine.update(part, loss) for name, loss in CASES.items()}
+    masked = my_part(batch.with_field("sample_mask", Axis.SAMPLES, MASKED), layout)
+    found |= {f"masked {name}": engine.update(masked, loss) for name, loss in CASES.items()}
     found["held out"] = engine.evaluate(part, CASES["dpo"])
     found["logprobs"] = engine.logprobs(part)
     return found
@@ -59,19 +62,23 @@ def test_the_engine_gives_the_losses_their_responses(expected: dict[str, Any]):
     def sums(ragged: Any) -> torch.Tensor:
         return torch.stack([row.double().sum() for row in ragged.rows()])
 
-    responses = Responses(
-        sums(expected["logprobs"]), lengths, sums(batch["ref_logprobs"]), batch["labels"], 0.3
-    )
-    for name, loss in PREFERENCES.items():
-        exact = loss(responses, SETTINGS)
-        assert expected[name]["loss"] == pytest.approx(exact.loss_N.mean().item(), rel=1e-5)
+    logprobs_S, ref_S = sums(expected["logprobs"]), sums(batch["ref_logprobs"])
+    for case, name in [*((name, name) for name in CASES), *((f"masked {n}", n) for n in CASES)]:
+        loss, kept_S = PREFERENCES[name], MASKED
+        if case == name:
+            kept_S = torch.ones_like(MASKED)
+        elif loss.pairs:  # without its other response a pair takes no part
+            kept_S = torch.tensor([False, False, True, True, True, True, False, False])
+        told = (each[kept_S] for each in (logprobs_S, lengths, ref_S, batch["labels"]))
+        exact = loss(Responses(*told, 0.3), SETTINGS)
+        assert expected[case]["loss"] == pytest.approx(exact.loss_N.mean().item(), rel=1e-5)
         for metric, values in exact.metrics.items():
             given = pytest.approx(values.mean().item(), rel=1e-4, abs=1e-6)
-            assert expected[name][metric] == given, (name, metric)
+            assert expected[case][metric] == given, (case, metric)
         if loss.kinds is not None:
-            good, bad = (expected[name][kind] for kind in loss.kinds)
-            assert expected[name]["reward_margin"] == pytest.approx(good - bad)
-        assert expected[name]["grad_norm"] > 0
+            good, bad = (expected[case][kind] for kind in loss.kinds)
+            assert expected[case]["reward_margin"] == pytest.approx(good - bad)
+        assert expected[case]["grad_norm"] > 0
     assert expected["held out"]["loss"] == pytest.approx(expected["dpo"]["loss"], rel=1e-6)
 
 
@@ -90,8 +97,19 @@ def test_pairs_give_one_loss_and_gradient_however_they_are_spread(
     result = run_ranks(
         measure, layout.world, tiny_qwen3, layout, pairs_batch(), micro_batch_tokens=tokens
     )[0]
-    for case in (*CASES, "held out"):
+    for case in (*CASES, *(f"masked {name}" for name in CASES), "held out"):
         assert result[case] == pytest.approx(expected[case], rel=1e-5, abs=1e-7), case
+
+
+def one_kind(path: str, layout: ParallelLayout, batch: Batch) -> dict[str, float]:
+    bad = batch.with_field("labels", Axis.SAMPLES, torch.zeros(batch.samples, dtype=torch.bool))
+    return make_engine(path, layout, optimizer=STILL).update(bad, CASES["kto"])
+
+
+def test_a_kind_without_a_response_has_no_metric(tiny_qwen3: str):
+    (found,) = run_ranks(one_kind, 1, tiny_qwen3, ONE, pairs_batch())
+    assert "undesirable_reward" in found
+    assert found.keys().isdisjoint({"desirable_reward", "reward_margin"})
 
 
 def test_fields_that_are_missing_are_named():
