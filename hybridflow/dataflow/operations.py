@@ -102,12 +102,21 @@ def _generate(node: Node, around: Surroundings, batch: Batch, context: StepConte
     else:
         samples = around.stage.samples_per_prompt
         temperature = around.team.state["temperature"]
-    seed = (
-        recipe.seed * 7_919 + context.global_step * 104_729 + context.round * 15_485_863
-    ) % 2**31
+    seed = recipe.seed * 7_919 + context.global_step * 104_729 + context.round * 15_485_863
+    seed = (seed + _place(node, around.stage) * 32_452_843) % 2**31
     sampling = around.team.sampling(temperature, seed)
     around.team.make_room()
     return around.team.rollout.generate(batch, samples, sampling)
+
+
+def _place(node: Node, stage: Stage) -> int:
+    """How many nodes of the stage that sample in the same way come before: others of the same
+    prompts must not draw the same responses."""
+    way = node.options.get("sampling", "training")
+    samplers = [n for n in stage.graph.nodes if n.call == "generate"]
+    return [n.name for n in samplers if n.options.get("sampling", "training") == way].index(
+        node.name
+    )
 
 
 def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:

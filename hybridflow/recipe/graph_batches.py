@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from hybridflow.recipe.axes import Axis, FieldType
 from hybridflow.recipe.catalogue import GRAPH_INPUTS, Signature
+from hybridflow.recipe.catalogue_fields import RESPONSES
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
 
@@ -13,8 +14,9 @@ def batch_faults(
     signatures: Mapping[str, Signature | None],
     types: Mapping[str, FieldType],
 ) -> list[Fault]:
-    """Nodes that mix rows of different batches, or samples that were drawn in different ways."""
-    return _BatchCheck(graph, signatures, types).run() + _SamplingCheck(graph, types).run()
+    """Nodes that mix rows of different batches, or fields of different responses."""
+    checks = (_BatchCheck, _ResponseCheck)
+    return [fault for check in checks for fault in check(graph, signatures, types).run()]
 
 
 class _BatchCheck:
@@ -72,35 +74,49 @@ def _text(batch: tuple[str, int]) -> str:
     return batch[0] if batch[1] == 0 else f"{batch[0]}, {batch[1]} steps before"
 
 
-class _SamplingCheck:
-    """Every field of samples or tokens comes from one way of sampling, which decides how many
-    samples a prompt has."""
+class _ResponseCheck:
+    """Every field of samples or tokens is of the same responses: those of one node that samples, of
+    one function that makes others of them, or of the data."""
 
-    def __init__(self, graph: Graph, types: Mapping[str, FieldType]) -> None:
-        self._graph, self._types = graph, types
+    def __init__(
+        self,
+        graph: Graph,
+        signatures: Mapping[str, Signature | None],
+        types: Mapping[str, FieldType],
+    ) -> None:
+        self._graph, self._signatures, self._types = graph, signatures, types
         self._known: dict[str, str | None] = {}
 
     def run(self) -> list[Fault]:
         faults = []
         for node in self._graph.nodes:
-            ways = {field: self._way(field) for field in node.inputs.values()}
-            found = {field: way for field, way in ways.items() if way is not None}
+            origins = {field: self._origin(field) for field in node.inputs.values()}
+            found = {field: origin for field, origin in origins.items() if origin is not None}
             if len(set(found.values())) > 1:
-                listed = ", ".join(f"{field} ({way})" for field, way in found.items())
-                what = f"node '{node.name}' mixes samples of different sampling: {listed}"
-                fix = "take all from one node, or bring values to one per prompt with prompt_mean"
+                listed = ", ".join(f"{field} ({origin})" for field, origin in found.items())
+                what = f"node '{node.name}' mixes fields of different responses: {listed}"
+                fix = "take all of one kind, or bring values to one per prompt with prompt_mean"
                 faults.append(Fault(node.origin, what, fix))
         return faults
 
-    def _way(self, field: str) -> str | None:
-        """How the samples that the rows of ``field`` stand for were drawn."""
+    def _origin(self, field: str) -> str | None:
+        """Where the responses come from that the rows of ``field`` stand for."""
         kind, maker = self._types.get(field), self._graph.producers.get(field)
-        if kind is None or maker is None or kind.axis not in (Axis.SAMPLES, Axis.TOKENS):
+        if kind is None or kind.axis not in (Axis.SAMPLES, Axis.TOKENS):
             return None
-        if maker.call == "generate":
-            return str(maker.options.get("sampling", "training"))
+        if maker is None:
+            return "the data's" if field in self._graph.inputs else None
         if maker.name not in self._known:
             self._known[maker.name] = None  # ends the walk on a cycle, a fault by itself
-            ways = (self._way(name) for name in maker.inputs.values())
-            self._known[maker.name] = next((way for way in ways if way is not None), None)
+            self._known[maker.name] = self._of_node(maker)
         return self._known[maker.name]
+
+    def _of_node(self, node: Node) -> str | None:
+        if node.call == "generate":
+            way = node.options.get("sampling", "training")
+            return f"sampled by '{node.name}'" + ("" if way == "training" else f", {way}")
+        known = self._signatures[node.name]
+        if known is not None and RESPONSES in known.outputs.values():
+            return f"made by '{node.name}'"
+        origins = (self._origin(name) for name in node.inputs.values())
+        return next((origin for origin in origins if origin is not None), None)

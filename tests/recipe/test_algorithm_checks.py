@@ -237,7 +237,7 @@ GRAPHS = [
                 "{function: gdpo, in: [{first: rewards}, {second: top}], out: [advantages]}",
             ),
         ],
-        "node 'advantage' mixes samples of different sampling: rewards (training), top (greedy)",
+        "node 'advantage' mixes fields of different responses: rewards (sampled by 'generate'), ",
     ),
     (
         [("loss: ppo_clip", "loss: reinforce"), (" ref_logprobs, advantages", " advantages")],

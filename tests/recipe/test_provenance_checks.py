@@ -17,6 +17,14 @@ COST = [
     IN_REWARD,
 ]
 
+KTO = ["roles.reward=null", "algorithm.kl={}", "data.label_column=good", "evaluation=null"]
+TAUGHT = ["roles.reference=null", "roles.reward=null", "algorithm.kl={}"]
+TAUGHT += ["roles.teacher={head: vocabulary, model: elsewhere, colocate: actor}"]
+AGAIN = """  again: {role: rollout, call: generate, in: [prompts], out: [{responses: tail}]}
+  both: {role: reward, call: score, in: [prompts, answers, {responses: tail}], out: [{rewards: b}]}
+  sum: {function: opo, in: [{rewards: advantages}, {responses: tail}], out: [{advantages: three}]}
+"""
+
 
 def faults_of(*overrides: str) -> list[str]:
     return [str(fault) for fault in check_file("recipe.yaml", overrides)[1]]
@@ -37,6 +45,17 @@ GRAPHS = [
     ("grpo", "out: [responses, rollout_logprobs, token_versions]}",
      "out: [responses, rollout_logprobs, token_versions], sampling: greedy}", [],
      "the greedy node 'generate' gives one of each"),
+    ("grpo", "  old:  ", f"{AGAIN}  old:  ", [],
+     "advantages (sampled by 'generate'), tail (sampled by 'again')"),
+    ("kto", "{ref_logprobs: rotated_ref_logprobs}, {response_mask: rotated_mask}]",
+     "{ref_logprobs: ref_logprobs}, {response_mask: rotated_mask}]", KTO,
+     "rotated_logprobs (made by 'rotate'), ref_logprobs (the data's)"),
+    ("kto", "[{logprobs: rotated_logprobs}, {ref_logprobs: rotated_ref_logprobs}, {response_mask: "
+     "rotated_mask}]", "[{logprobs: own_logprobs}, ref_logprobs]", KTO,
+     "'level' takes `ref_logprobs` of answers to their own prompts"),
+    ("distill", "[{logprobs: old_logprobs}, teacher_logprobs]",
+     "[{logprobs: teacher_logprobs}, {teacher_logprobs: old_logprobs}]", TAUGHT,
+     "would train the role 'actor' away from 'teacher'"),
     ("grpo", "out: [weight_version]}", "out: [weight_version], every: 2}", [],
      "does not publish in every step that trains the actor"),
     ("ppo", "  update_critic: {role: critic, call: update, in: [prompts, responses, values, "
@@ -57,6 +76,15 @@ def test_a_shipped_graph_with_one_change(
     assert not [fault for fault in faults_of("dataflow=graph.yaml", *told) if what in fault]
     Path("graph.yaml").write_text(text.replace(there, instead))
     assert any(what in fault for fault in faults_of("dataflow=graph.yaml", *told))
+
+
+def test_a_publish_before_its_update(workspace: Path) -> None:
+    lines = SHIPPED.joinpath("grpo.yaml").read_text().splitlines()
+    (publish,) = (line for line in lines if line.startswith("  publish:"))
+    lines.remove(publish)
+    lines.insert(lines.index("  update:"), publish.replace("[update]", "[advantage]"))
+    Path("graph.yaml").write_text("\n".join(lines))
+    assert any("does not wait for 'update'" in fault for fault in faults_of("dataflow=graph.yaml"))
 
 
 SETTINGS = [

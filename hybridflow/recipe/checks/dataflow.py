@@ -1,12 +1,12 @@
 """Faults of the graphs, and of what an update needs under the recipe's algorithm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.compile import ACTOR, Stage
 from hybridflow.recipe.faults import Fault
-from hybridflow.recipe.graph import Node
+from hybridflow.recipe.graph import Graph, Node
 
 
 def graph_faults(context: Context) -> Iterator[Fault]:
@@ -52,7 +52,8 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
 
 
 def publish_faults(context: Context) -> Iterator[Fault]:
-    """A stage that trains the actor without a word to the servers that sample, in it or later."""
+    """A stage that trains the actor without a word to the servers that sample, in it or later, or
+    with an old one."""
     for number, stage in enumerate(context.stages):
         updates = [n for n in stage.graph.nodes if n.call == "update" and n.role == ACTOR]
         publishes = any(node.call == "publish" for node in stage.graph.nodes)
@@ -60,24 +61,43 @@ def publish_faults(context: Context) -> Iterator[Fault]:
             what = f"node '{updates[-1].name}' trains the actor, but no node publishes its weights"
             call = f"{{role: actor, call: publish, to: rollout, after: [{updates[-1].name}]}}"
             yield Fault(updates[-1].origin, what, f"add `publish: {call}`")
+        late = list(_not_awaited(stage.graph, "publish", lambda node: node.role == ACTOR))
+        never = set.intersection(*(set(missing) for _, missing in late)) if late else set()
+        if never:
+            node, names = late[-1][0], sorted(never)
+            what = f"node '{node.name}' does not wait for {_listed(names)}: the servers would "
+            what += "sample with the weights before it"
+            yield Fault(node.origin, what, f"add {', '.join(names)} to its `after`")
 
 
 def save_faults(context: Context) -> Iterator[Fault]:
     """Checkpoints that could be written while a model is being trained."""
     for stage in context.stages:
-        graph = stage.graph
-        if graph.cycle():
-            continue
-        for node in (node for node in graph.nodes if node.call == "save"):
-            before = {node.name}
-            for other in reversed(graph.order):
-                if other.name in before:
-                    before |= graph.dependencies(other)
-            updates = [n.name for n in graph.nodes if n.call == "update" and n.name not in before]
-            if updates:
-                what = f"node '{node.name}' saves every trained model, but does not wait for "
-                fix = f"add {', '.join(updates)} to its `after`"
-                yield Fault(node.origin, what + " and ".join(f"'{n}'" for n in updates), fix)
+        for node, missing in _not_awaited(stage.graph, "save", lambda node: True):
+            if not missing:
+                continue
+            what = f"node '{node.name}' saves every trained model, but does not wait for "
+            fix = f"add {', '.join(missing)} to its `after`"
+            yield Fault(node.origin, what + _listed(missing), fix)
+
+
+def _not_awaited(
+    graph: Graph, call: str, counts: Callable[[Node], bool]
+) -> Iterator[tuple[Node, list[str]]]:
+    """Nodes of a call, each with the updates, of those that count, for which it does not wait."""
+    if graph.cycle():
+        return
+    for node in (node for node in graph.nodes if node.call == call):
+        before = {node.name}
+        for other in reversed(graph.order):
+            if other.name in before:
+                before |= graph.dependencies(other)
+        updates = [n for n in graph.nodes if n.call == "update" and counts(n)]
+        yield node, [n.name for n in updates if n.name not in before]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
 
 
 def warmup_faults(context: Context) -> Iterator[Fault]:

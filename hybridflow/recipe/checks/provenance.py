@@ -113,10 +113,23 @@ def greedy_faults(context: Context) -> Iterator[Fault]:
                     yield Fault(node.origin, what, fix)
 
 
+def baseline_faults(context: Context) -> Iterator[Fault]:
+    """KTO's baseline on the answers themselves, where it is the very reward it is taken off."""
+    for stage in context.stages:
+        for node in (node for node in stage.graph.nodes if node.function == "kto_baseline"):
+            for parameter in ("logprobs", "ref_logprobs"):
+                responses = maker(stage, maker(stage, node, parameter), "responses")
+                if responses is None or responses.function is None:
+                    what = f"node '{node.name}' takes `{parameter}` of answers to their own prompts"
+                    fix = "take those of answers that rotate_responses gave to other prompts"
+                    yield Fault(node.origin, what, fix)
+
+
 GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm.kl")
 
 CHECKS = (
     Check(GRAPHS, value_faults),
     Check(GRAPHS, cost_faults),
     Check(GRAPHS, greedy_faults),
+    Check(GRAPHS, baseline_faults),
 )

@@ -27,7 +27,11 @@ def teacher_faults(context: Context) -> Iterator[Fault]:
             if teacher is None or student is None or teacher.call != "logprobs":
                 continue
             role = str(teacher.role)
-            if role == student.role:
+            if role in stage.trained and student.role not in stage.trained:
+                what = f"node '{node.name}' would train the role '{role}' away from "
+                what += f"'{student.role}', which it takes for the student"
+                yield Fault(node.origin, what, "swap `logprobs` and `teacher_logprobs`")
+            elif role == student.role:
                 what = f"node '{node.name}' compares the role '{role}' with itself"
                 yield Fault(node.origin, what, f"give '{teacher.name}' the role of a teacher")
             elif getattr(context.models.get(role), "model", role) is None:
