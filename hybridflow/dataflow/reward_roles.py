@@ -42,6 +42,7 @@ def reward_settings(recipe: Recipe, role: str) -> dict[str, Any]:
         "seconds_per_step": section.timeout_seconds,
         "seconds_per_call": section.sample_timeout_seconds,
         "start_seconds": section.start_timeout_seconds,
+        "memory_gib": section.memory_gib,
     }
 
 

@@ -92,6 +92,11 @@ class RewardSection(Section):
     start_timeout_seconds: Seconds = Field(
         default=120.0, description="deadline of loading a function"
     )
+    memory_gib: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        default=32.0,
+        description="most memory of a function's process and what it starts, in GiB; the samples "
+        "that take more fail",
+    )
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

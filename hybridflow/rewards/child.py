@@ -9,6 +9,7 @@ first, the process ends itself somewhat later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import faulthandler
 import json
@@ -20,11 +21,13 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridflow.rewards.deadline import set_deadline
 from hybridflow.rewards.items import RewardItem
 from hybridflow.rewards.ledger import Ledger
+from hybridflow.rewards.output import printable
 from hybridflow.rewards.resolve import Reward, resolve
 from hybridflow.rewards.results import InvalidResult, as_list, checked, shown
 from hybridflow.rewards.wire import (
@@ -77,6 +80,7 @@ class _Fuse:
 
 def main(connection: socket.socket, stack_fd: int) -> None:
     """Serve until the worker closes its side."""
+    _be_the_first_to_go()
     voice = _Voice(connection)
     first = read_body(connection)
     if first is None:
@@ -104,7 +108,22 @@ def main(connection: socket.socket, stack_fd: int) -> None:
                 else:
                     _score_plain(reward, work, ledger, voice, fuse)
             faulthandler.cancel_dump_traceback_later()
+            _flush()
             voice.say("end")
+
+
+def _flush() -> None:
+    """What was printed is of this batch; and this process may be killed in the next one."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a user's code may have put anything in their place
+            stream.flush()
+
+
+def _be_the_first_to_go() -> None:
+    """When the host's memory runs out, the kernel ends this process and what it starts, rather than
+    one that trains."""
+    with contextlib.suppress(OSError):  # a container may show /proc without letting it be written
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _chunks(reward: Reward, items: Sequence[RewardItem]) -> Iterator[list[int]]:
@@ -225,9 +244,8 @@ def _raised_text(error: BaseException) -> str:
 
 def _cut(text: str) -> str:
     """At most so many characters, and those that would spoil a log spelled out."""
-    cut = text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 3] + "..."
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in cut
+    return printable(
+        text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 3] + "..."
     )
 
 

@@ -16,12 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hybridflow.rewards.output import Output
+from hybridflow.rewards.process_tree import descendants, memory_bytes
 from hybridflow.rewards.wire import STACK_SIGNAL, Incoming, Load, Work, send_body
 
 _LEAVE_SECONDS = 1.0
 _KILL_SECONDS = 30.0
 _STACK_BYTES = 8_000
 _SHOWN_CALLS = 3
+_KILLED = ", as the kernel does when memory runs out"
 _OURS = str(Path(__file__).with_name("child.py"))
 
 
@@ -36,25 +39,31 @@ class StillLoading(Exception):
 class ScoringProcess:
     """One process for one reward; loads it in the background.
 
-    It inherits the environment and writes to this process's stdout and stderr. It ends with
-    ``end`` or when this process ends.
+    It inherits the environment; what it prints comes to this process's stderr, see ``Output``. It
+    ends with ``end`` or when this process ends.
     """
 
-    def __init__(self, load: Load, start_seconds: float) -> None:
+    def __init__(self, load: Load, start_seconds: float, most_bytes: int) -> None:
         self._start_seconds = start_seconds
+        self._most_bytes = most_bytes
+        self._loaded_bytes = 0
         self._started = time.monotonic()
         ours, theirs = socket.socketpair()
         self._stack = os.memfd_create("reward-stack")
         paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
         numbers = (theirs.fileno(), self._stack)
+        self._output = Output()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hybridflow.rewards.child", *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
+                stdout=self._output.fd,
+                stderr=self._output.fd,
                 pass_fds=numbers,
                 env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,
             )
+        self._output.start()
         self._connection = ours
         self._watch = os.pidfd_open(self._process.pid)
         self._incoming = Incoming()
@@ -86,11 +95,30 @@ class ScoringProcess:
         if message[0] == "fault":
             self.end()
             return str(message[1])
-        self._said_ready = True
+        if (text := self.too_large()) is not None:
+            self.end()
+            return f"it is too large: {text}"
+        self._said_ready, self._loaded_bytes = True, memory_bytes(self._process.pid)
         return None
+
+    def too_large(self) -> str | None:
+        """What to tell where it and what it started hold more memory than they may."""
+        held = memory_bytes(self._process.pid)
+        if held <= self._most_bytes:
+            return None
+        told, most = _gib(held), _gib(self._most_bytes)
+        return f"its process holds {told} of memory, more than {most} (`memory_gib`)"
+
+    def leaks(self) -> str | None:
+        """What to tell where half of the memory that it may take after loading is gone."""
+        held = memory_bytes(self._process.pid)
+        if not self._said_ready or held <= (self._loaded_bytes + self._most_bytes) / 2:
+            return None
+        return f"its process holds {_gib(held)} of memory, and {_gib(self._loaded_bytes)} at first"
 
     def send(self, work: Work, memory: int, seconds: float) -> None:
         """Hand over items to score, and the memory of their ledger."""
+        self._output.renew()
         self._seconds = work.seconds
         self._send(pickle.dumps(work), seconds, memory)
 
@@ -149,7 +177,8 @@ class ScoringProcess:
             self.timed_out = True
             return f"did not end within {self._seconds:g} s; it was at\n{_latest_calls(stack)}"
         if code < 0:
-            return f"ended its process by {signal.Signals(-code).name}"
+            killed = _KILLED if -code == signal.SIGKILL else ""
+            return f"ended its process by {signal.Signals(-code).name}{killed}"
         return f"ended its process with exit code {code}"
 
     def stop(self) -> str:
@@ -171,7 +200,7 @@ class ScoringProcess:
             poll = select.poll()  # not select, which knows no descriptor over 1023
             poll.register(self._watch, select.POLLIN)
             poll.poll(patience * 1000)
-            for descendant in _descendants(self._process.pid):
+            for descendant in descendants(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(descendant, signal.SIGKILL)
             # The group first: until its leader is waited for, no other process can get its id.
@@ -184,20 +213,14 @@ class ScoringProcess:
             stack = os.pread(self._stack, _STACK_BYTES, 0).decode(errors="replace")
             self._end = code, stack
             self._connection.close()
+            self._output.close()
             os.close(self._stack)
             os.close(self._watch)
         return self._end
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes that it started, and those that they did, also in sessions of their own; not those
-    whose parents are gone."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, path.read_text().split()):
-                found += [*_descendants(child), child]
-    return found
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
 
 
 def _is_message(message: Any) -> bool:

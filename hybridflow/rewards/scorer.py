@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +17,11 @@ from hybridflow.rewards.progress import Progress, Watch
 from hybridflow.rewards.resolve import source_of
 from hybridflow.rewards.wire import Load, Work
 
+LOOK_SECONDS = 1.0
+"""Between two looks at the memory of a process that is at work."""
+
+_log = logging.getLogger(__name__)
+
 
 class Scorer:
     """One reward in a process of its own, which is started anew when a call spoils it.
@@ -26,6 +33,9 @@ class Scorer:
         seconds_per_call: deadline of each call: of one sample, or of one batch of a reward that
             takes batches.
         start_seconds: deadline of the process's start.
+        memory_gib: most that the process and what it starts may hold, in GiB. Over it the samples
+            whose calls are under way fail; a process that has come half the way starts anew after
+            its batch, so that a leak costs no sample.
         base: folder of a relative ``file.py``; the working folder when None.
     """
 
@@ -36,6 +46,7 @@ class Scorer:
         *,
         seconds_per_call: float = 10.0,
         start_seconds: float = 120.0,
+        memory_gib: float = 32.0,
         base: Path | None = None,
     ) -> None:
         self.name = name
@@ -43,7 +54,11 @@ class Scorer:
         self._load = Load(name, dict(parameters or {}), base, source_of(name, base))
         self._seconds_per_call = seconds_per_call
         self._start_seconds = start_seconds
-        self._process = ScoringProcess(self._load, start_seconds)
+        self._most_bytes = int(memory_gib * 2**30)
+        self._process = self._start()
+
+    def _start(self) -> ScoringProcess:
+        return ScoringProcess(self._load, self._start_seconds, self._most_bytes)
 
     def wait_until_ready(self) -> None:
         """Waits for the reward to be loaded; ``ValueError`` says why it cannot be used."""
@@ -80,6 +95,9 @@ class Scorer:
                 self._restart()
                 break
             self._hand_over(run, left)
+        if (text := self._process.leaks()) is not None:
+            _log.warning("reward '%s' starts anew: %s", self.name, text)
+            self._restart()
         return run.outcomes()
 
     def _hand_over(self, run: Progress, left: list[int]) -> None:
@@ -108,16 +126,20 @@ class Scorer:
     ) -> tuple[Failure | None, Collection[int]]:
         """Take in what the process tells until it is done, or has to be ended: why, and the samples
         whose calls were late."""
-        watch = Watch(ledger, self._seconds_per_call)
+        watch, looked = Watch(ledger, self._seconds_per_call), time.monotonic()
         while True:
             seconds = min(watch.seconds(), run.seconds_left())
-            message = self._process.receive(max(seconds, 0.0))
+            message = self._process.receive(max(min(seconds, LOOK_SECONDS), 0.0))
             if message is None and seconds <= 0:
                 break
             if message is not None:
                 if message[0] == "end":
                     return None, ()
                 run.take(message, sent)
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                looked = time.monotonic()
+                if (text := self._process.too_large()) is not None:
+                    return Failure("error", text), ledger.under_way()
         before, failure = ledger.under_way(), run.overdue()
         calls = self._process.stop()
         now = ledger.under_way()
@@ -126,7 +148,7 @@ class Scorer:
 
     def _restart(self) -> None:
         self._process.end()
-        self._process = ScoringProcess(self._load, self._start_seconds)
+        self._process = self._start()
 
     def close(self) -> None:
         """End the process. Safe to call again."""

@@ -48,6 +48,7 @@ class RewardWorker:
         level: one value for each response, or one for each of its tokens.
         seconds_per_step, seconds_per_call, start_seconds: deadlines of one ``score``, of each call
             of a function, and of loading one.
+        memory_gib: most that each function's process may hold.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class RewardWorker:
         seconds_per_step: float,
         seconds_per_call: float,
         start_seconds: float,
+        memory_gib: float,
     ) -> None:
         self._level: Level = level
         self._seconds_per_step = seconds_per_step
         self._seconds_per_call = seconds_per_call
         self._start_seconds = start_seconds
+        self._memory_gib = memory_gib
         self._functions = list(functions)
         self._scorers = [self._scorer(function) for function in functions]  # load beside each other
         self._first_failure = ""
@@ -90,6 +93,7 @@ class RewardWorker:
             function.parameters,
             seconds_per_call=self._seconds_per_call,
             start_seconds=self._start_seconds,
+            memory_gib=self._memory_gib,
         )
 
     @transfer(DATA_PARALLEL)

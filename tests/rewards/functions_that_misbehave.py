@@ -157,6 +157,36 @@ def speaks_out_of_turn(prompt, response, answer, row):
     return 1.0
 
 
+_KEPT = []
+
+
+def keeps(prompt, response, answer, row):
+    _KEPT.append(b"x" * (40 << 20))
+    return 1.0
+
+
+def takes_much(prompt, response, answer, row):
+    if response == "bad":
+        _KEPT.append(b"x" * (400 << 20))
+        time.sleep(1000)
+    return 1.0
+
+
+def starts_one_that_takes_much(prompt, response, answer, row):
+    if response == "bad":
+        program = "import time; kept = b'x' * (400 << 20); time.sleep(1000)"
+        subprocess.run([sys.executable, "-c", program], check=True)
+    return 1.0
+
+
+def prints(prompt, response, answer, row):
+    print("seen", response, "\x1b[2J", flush=True)
+    if response == "bad":
+        os.write(1, b"x" * (3 << 20))
+        os.write(2, b"warned\n")
+    return 1.0
+
+
 def slow(prompt, response, answer, row):
     time.sleep(0.3)
     return 1.0

@@ -11,6 +11,8 @@ import pytest
 
 from hybridflow.cluster.processes import MARK, marked
 from hybridflow.rewards import Failure, RewardError, RewardItem, Scorer
+from hybridflow.rewards import scorer as scorer_module
+from hybridflow.rewards.output import SHOWN_BYTES
 
 FILE = Path(__file__).with_name("functions_that_misbehave.py")
 
@@ -247,12 +249,37 @@ def test_samples_that_hang_cost_their_deadline_each():
     assert [f.kind for f in found if isinstance(f, Failure)] == ["timeout", "timeout"]
 
 
-def test_prints_do_not_disturb(tmp_path, capfd):
-    path = tmp_path / "mine.py"
-    path.write_text("def fn(p, r, a, row):\n    print('seen', r, flush=True)\n    return 1.0\n")
-    with Scorer(f"{path}:fn") as scorer:
-        assert scorer.score(items("a"), 60) == [1.0]
-    assert "seen a" in capfd.readouterr().out
+def test_what_is_printed_goes_to_the_log_as_far_as_it_does_not_fill_it(capfd):
+    with Scorer(f"{FILE}:prints") as scorer:
+        assert scorer.score(items("good", "bad", "next"), 60) == [1.0] * 3
+        assert scorer.score(items("later"), 60) == [1.0]
+    out, text = capfd.readouterr()
+    assert "seen good \\x1b[2J\nseen bad" in text and "seen later" in text and not out
+    assert len(text) < SHOWN_BYTES + 300 and "more bytes of what the reward printed" in text
+
+
+@pytest.mark.parametrize("name", ["takes_much", "starts_one_that_takes_much"])
+def test_a_sample_that_takes_too_much_memory_costs_itself_alone(name, monkeypatch):
+    monkeypatch.setattr(scorer_module, "LOOK_SECONDS", 0.05)
+    with Scorer(f"{FILE}:{name}", seconds_per_call=60, memory_gib=0.25) as scorer:
+        first, bad, last = scorer.score(items("good", "bad", "good"), 60)
+    assert first == last == 1.0
+    assert isinstance(bad, Failure) and bad.kind == "error" and "than 0.25 GiB" in bad.text
+
+
+def test_a_reward_that_keeps_memory_costs_no_sample(monkeypatch):
+    monkeypatch.setattr(scorer_module, "LOOK_SECONDS", 0.0)
+    with Scorer(f"{FILE}:keeps", memory_gib=0.25) as scorer:
+        assert [scorer.score(items("a"), 60) for _ in range(9)] == [[1.0]] * 9
+    with Scorer("exact_match", memory_gib=1e-3) as scorer, pytest.raises(ValueError, match="large"):
+        scorer.wait_until_ready()
+
+
+def test_a_scoring_process_goes_before_one_that_trains_when_memory_runs_out():
+    with Scorer("exact_match") as scorer:
+        scorer.wait_until_ready()
+        pid = scorer._process._process.pid
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ def make(model):
                 seconds_per_step=60,
                 seconds_per_call=60,
                 start_seconds=60,
+                memory_gib=8.0,
             )
         )
         return made[-1]

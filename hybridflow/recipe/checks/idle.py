@@ -41,7 +41,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     ),
     "roles.REWARD": (
         *("function", "parameters", "on_error", "max_failed_share", "workers"),
-        *("sample_timeout_seconds", "timeout_seconds", "start_timeout_seconds"),
+        *("sample_timeout_seconds", "timeout_seconds", "start_timeout_seconds", "memory_gib"),
         *(f"functions.NAME.{key}" for key in ("function", "parameters", "weight", "on_error")),
     ),
     "algorithm.sapo": ("tau_positive", "tau_negative"),
