@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from hybridflow.dataflow.state import LiveValue
-from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.compile import ACTOR, Plan
 from hybridflow.recipe.ranges import LARGEST
 from hybridflow.recipe.schema import LagrangianSection
 from hybridflow.recipe.schema_roles import SamplingSection
@@ -15,6 +15,8 @@ _RUNS = "the run itself counts it"
 _OLDER_SAMPLES = "a node takes samples of earlier steps, which were drawn as it was then"
 _NO_KL = "algorithm.kl.coef is 0 in the recipe, so nothing computes the KL"
 
+_NO_BONUS = "no update of the recipe is of sampled tokens, so nothing reads it"
+
 
 def live_values(plan: Plan) -> list[LiveValue]:
     """Every value that may change between steps, from where the recipe lets it begin."""
@@ -22,6 +24,8 @@ def live_values(plan: Plan) -> list[LiveValue]:
     no_kl = "" if algorithm.kl.coef else _NO_KL
     nodes = [node for stage in plan.stages for node in stage.graph.nodes]
     older = _OLDER_SAMPLES if any(node.delay for node in nodes) else ""
+    samples = any(stage.generates and ACTOR in stage.trained for stage in plan.stages)
+    buffers = [n.options.get("buffer") or 1 for n in nodes if n.function == "soft_overlong"]
     coef, bonus = algorithm.kl.coef, algorithm.entropy_coef
     least = min(1e-6, coef) if algorithm.kl.adaptive else 0  # times anything, 0 stays 0
     run, actor = partial(LiveValue, fixed=_RUNS), partial(LiveValue, role="actor")
@@ -30,21 +34,33 @@ def live_values(plan: Plan) -> list[LiveValue]:
         run("weight_version", 0, 0, LARGEST, "version that the servers hold"),
         *_rates(plan),
         actor("kl_coef", coef, least, max(100.0, coef), "weight of the KL", fixed=no_kl),
-        actor("entropy_coef", bonus, 0, max(10.0, bonus), "weight of the entropy"),
+        actor(
+            "entropy_coef",
+            bonus,
+            0,
+            max(10.0, bonus),
+            "weight of the entropy",
+            fixed="" if samples else _NO_BONUS,
+        ),
         *([] if algorithm.lagrangian is None else [_multiplier(algorithm.lagrangian)]),
-        *([] if rollout is None else _of_sampling(rollout.sampling, older)),
+        *(
+            []
+            if rollout is None
+            else _of_sampling(rollout.sampling, older, max(buffers, default=1))
+        ),
     ]
 
 
-def _of_sampling(sampling: SamplingSection, older: str) -> list[LiveValue]:
-    """``older``: why the temperature is fixed, if it is."""
+def _of_sampling(sampling: SamplingSection, older: str, shortest: int) -> list[LiveValue]:
+    """``older``: why the temperature is fixed, if it is; ``shortest``: least ``max_tokens``, which
+    hold the buffer in which long responses are punished."""
     tokens, heat, mass = sampling.max_tokens, sampling.temperature, sampling.top_p
     rollout = partial(LiveValue, role="rollout")
     return [
         rollout("temperature", heat, min(0.01, heat), max(10.0, heat), "of logits", fixed=older),
         rollout("top_p", mass, min(0.01, mass), 1, "mass of tokens to draw from"),
         rollout("top_k", sampling.top_k, -1, LARGEST, "tokens to draw from; -1: all", (0,)),
-        rollout("max_tokens", tokens, 1, tokens, "most tokens of a response"),
+        rollout("max_tokens", tokens, shortest, tokens, "most tokens of a response"),
     ]
 
 

@@ -5,7 +5,6 @@ Nodes are found by what they call, never by their names or those of their fields
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +35,7 @@ class Observer:
         decode: turns rows of token ids into texts.
         source_column: of the data, whose values get mean rewards of their own.
         lead: the role whose updates are ``update/...``; those of others have their role's name.
+        sources: values of the column that have a metric, by the metric; grows by new ones.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Observer:
         decode: Decode,
         source_column: str | None = None,
         lead: str | None = ACTOR,
+        sources: dict[str, list[str]] | None = None,
     ) -> None:
         self._decode, self._graph, self._source = decode, graph, source_column
         self._lead = lead
@@ -60,13 +61,14 @@ class Observer:
         self._loops = [n for n in graph.nodes if n.repeat_until is not None]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
-        self._sources: dict[str, list[str]] = defaultdict(list)
+        self._sources = {} if sources is None else sources
         self._costs = [n.inputs["costs"] for n in graph.nodes if n.function == "lagrangian"]
         self._labels = [n.outputs["labels"] for n in graph.nodes if n.function == "outcome_labels"]
         self._main_reward = _main_reward(graph, self._training_scores)
         costs = frozenset(
             n.role for n in self._training_scores if n.outputs.get("rewards") in self._costs
         )
+        self._sampled_main = _sampler(graph, self._main_reward)
         self._names = _score_names(self._scoring, evaluated, self._main_reward, costs)
         self._first_of_role = _first_of_role(self._scoring, evaluated)
 
@@ -121,7 +123,9 @@ class Observer:
             scores = score_metrics(role, result, label)
             found |= {f"{prefix}{key}": value for key, value in scores.items()}
             if self._source is not None:
-                found |= source_means(node, outcome, self._source, name, self._sources[name])
+                found |= source_means(
+                    node, outcome, self._source, name, self._sources.setdefault(name, [])
+                )
             if prefix:
                 found[name] = result["rewards"].mean().item()
             elif len(self._training_scores) > 1 and "rewards" in node.outputs:
@@ -158,12 +162,13 @@ class Observer:
         texts = self._texts(result["responses"])
         prompts = self._texts(outcome.fields[node.inputs["prompts"]].data)
         rewards, answers = self._scores(node, outcome)
+        trained = self._trained_rewards(node, outcome)
         for sample, text in enumerate(texts):
             scored = {name: values[sample] for name, values in rewards.items()}
             yield {
                 "prompt": prompts[sample // groups],
                 "response": text,
-                "reward": next(iter(scored.values()), None),
+                "reward": trained[sample] if trained else next(iter(scored.values()), None),
                 **({"rewards": scored} if len(scored) > 1 else {}),
                 "length": lengths[sample],
                 "finished": finished[sample],
@@ -174,6 +179,14 @@ class Observer:
 
     def _texts(self, rows: Ragged) -> list[str]:
         return self._decode([row.tolist() for row in rows.rows()])
+
+    def _trained_rewards(self, node: Node, outcome: StepOutcome) -> list[float]:
+        """What the advantages of a node's responses are made of; empty: of others, or of none."""
+        if node is not self._sampled_main or self._main_reward not in outcome.fields:
+            return []
+        rewards = outcome.fields[self._main_reward].data.tolist()
+        samples = len(outcome.results[node.name]["finished"])
+        return rewards if len(rewards) == samples else []  # not of those that were kept
 
     def _scores(
         self, generating: Node, outcome: StepOutcome
@@ -200,6 +213,18 @@ def _main_reward(graph: Graph, scoring: list[Node]) -> str:
     taken = [n.inputs["rewards"] for n in graph.nodes if n.function and "rewards" in n.inputs]
     scored = [node.outputs["rewards"] for node in scoring if "rewards" in node.outputs]
     return next(iter([*taken, *scored]), "")
+
+
+def _sampler(graph: Graph, reward: str) -> Node | None:
+    """The node that sampled the responses that a field of rewards is of."""
+    fields = [reward]
+    for field in fields:  # which grows
+        node = graph.producers.get(field)
+        if node is not None and node.call == "generate":
+            return node
+        inputs = () if node is None else node.inputs.values()
+        fields.extend(name for name in inputs if name not in fields)
+    return None
 
 
 def _score_names(

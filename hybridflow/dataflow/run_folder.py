@@ -30,6 +30,8 @@ class Progress:
     Attributes:
         live: the live values, as ``SharedState.saved`` gives them; empty: as the recipe says.
         rewards: the parameters that reloads told, by reward role and function.
+        watch: what the warnings have counted in this stage.
+        sources: values of the source column that have a metric, by that metric's name.
     """
 
     stage_index: int
@@ -39,6 +41,8 @@ class Progress:
     weight_version: int
     live: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    watch: dict[str, dict[str, int]] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class RunFolder:
             shutil.rmtree(partial)
 
 
-_MAPPINGS = ("live", "rewards")
+_MAPPINGS = ("live", "rewards", "watch", "sources")
 
 
 def _read_progress(path: Path) -> Progress:

@@ -85,6 +85,7 @@ class Trainer:
         self._runner = runner
         self._decode = decode
         self._unfinished: tuple[Path, Progress] | None = None
+        self._sources: dict[str, list[str]] = {}
 
     def run(self, resume: Checkpoint | None = None) -> None:
         """Every stage that is left, then the export."""
@@ -104,7 +105,7 @@ class Trainer:
                 if stage.goes_on:
                     before = self._feeds[self._plan.stages[index - 1].name].stream
                     self._feeds[stage.name].stream.seek(before.position)
-            self._run_stage(index, stage, resumed.progress.step if resumed else 0)
+            self._run_stage(index, stage, resumed.progress if resumed else None)
         if self._plan.recipe.export:
             for folder in self._team.export(self._folder.export_path):
                 self._records.event("export", f"{folder}, in HuggingFace format")
@@ -148,7 +149,7 @@ class Trainer:
         for role, parameters in rewards.items():
             self._records.event("reload", f"'{role}' goes on with {json.dumps(parameters)}")
 
-    def _run_stage(self, index: int, stage: Stage, done: int) -> None:
+    def _run_stage(self, index: int, stage: Stage, resumed: Progress | None) -> None:
         feed = self._feeds[stage.name]
 
         def save(context: StepContext) -> str:
@@ -160,8 +161,13 @@ class Trainer:
         steps = StepRunner(stage.graph, operations(around), self._runner, feed, kinds)
         column = self._plan.recipe.data.source_column
         lead = stage.leads(self._plan.recipe)
-        observer = Observer(stage.graph, kinds, self._decode, column, lead)
+        observer = Observer(stage.graph, kinds, self._decode, column, lead, self._sources)
         watch = Watch(stage.steps)
+        done = 0
+        if resumed is not None:
+            done = resumed.step
+            self._sources.update(resumed.sources)
+            watch.restore(resumed.watch)
         use = self._utilisation(stage)
         before = sum(earlier.steps for earlier in self._plan.stages[:index])
         for step in range(done + 1, stage.steps + 1):
@@ -175,7 +181,7 @@ class Trainer:
             for text in watch.see(step, metrics):
                 self._records.event("warning", text)
             controllers.move(self._state, self._plan.recipe, metrics, stage.samples)
-            self._finish_checkpoint()
+            self._finish_checkpoint(watch)
 
     def _utilisation(self, stage: Stage) -> Utilisation | None:
         lead = stage.leads(self._plan.recipe)
@@ -214,7 +220,7 @@ class Trainer:
         self._unfinished = partial, progress
         return str(partial.with_suffix(""))
 
-    def _finish_checkpoint(self) -> None:
+    def _finish_checkpoint(self, watch: Watch) -> None:
         """A checkpoint counts once its step is recorded: what goes on from it leaves no gap.
 
         It holds the live values of the step that follows, and reward parameters of this one.
@@ -224,7 +230,8 @@ class Trainer:
         keep = self._plan.recipe.checkpoint.keep
         partial, progress = self._unfinished
         rewards = {role: dict(told) for role, told in self._team.reward_parameters.items()}
-        progress = replace(progress, live=self._state.saved(), rewards=rewards)
+        told = {"rewards": rewards, "watch": watch.saved(), "sources": self._sources}
+        progress = replace(progress, live=self._state.saved(), **told)
         folder = self._folder.finish_checkpoint(partial, progress, keep)
         self._unfinished = None
         self._records.event("checkpoint", str(folder))

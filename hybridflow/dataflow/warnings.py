@@ -124,6 +124,14 @@ class Watch:
         self._seen: dict[str, int] = {}
         self._held: dict[str, int] = {}
 
+    def saved(self) -> dict[str, dict[str, int]]:
+        """What a checkpoint keeps, so that a run that goes on does not count from 0."""
+        return {"seen": dict(self._seen), "held": dict(self._held)}
+
+    def restore(self, told: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from ``saved``."""
+        self._seen, self._held = dict(told.get("seen", {})), dict(told.get("held", {}))
+
     def see(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """What to tell of this step."""
         return [

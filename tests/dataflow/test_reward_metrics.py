@@ -16,7 +16,7 @@ from hybridflow.dataflow.runner import SerialRunner
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
-from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.graph import Graph, Node, fields
 from hybridflow.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -154,3 +154,35 @@ def test_a_source_is_the_same_curve_in_every_step() -> None:
         found["reward/source/other"] == sum(range(31, 40)) / 9 and found["reward/source/s12"] == 12
     )
     assert set(step(names[38:])) == {"reward/source/other"}
+
+
+def test_a_rollout_shows_the_reward_that_is_trained_on() -> None:
+    """Two rewards are weighed: neither of them is what advantages are made of."""
+    nodes = [
+        Node("generate", role="rollout", call="generate", inputs={"prompts": "prompts"},
+             outputs={"responses": "responses"}),
+        *(Node(name, role=name, call="score", inputs=fields("prompts", "answers", "responses"),
+               outputs={"rewards": name}) for name in ("right", "brief")),
+        Node("both", function="weighted_sum", inputs={"first": "right", "second": "brief"},
+             outputs={"total": "total"}),
+        Node("advantage", function="group_relative", inputs={"rewards": "total"},
+             outputs={"advantages": "advantages"}),
+    ]  # fmt: skip
+    graph = Graph.build(["prompts", "answers"], nodes)
+    outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+    rows = Ragged.from_rows([[5], [6]], torch.int64)
+    outcome.fields.put("prompts", Value(Axis.PROMPTS, rows[:1], 1))
+    outcome.fields.put("answers", Value(Axis.PROMPTS, [{"answer": "5"}], 1))
+    flags, zeros = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    axes = dict.fromkeys(("finished", "versions"), Axis.SAMPLES) | {"responses": Axis.TOKENS}
+    sampled = {"responses": rows, "finished": flags, "versions": zeros}
+    outcome.results["generate"] = Batch(sampled, axes, 1, 2)
+    for name, values in (("right", [1.0, 0.0]), ("brief", [0.0, 0.5])):
+        scores = torch.tensor(values)
+        outcome.results[name] = Batch({"rewards": scores}, {"rewards": Axis.SAMPLES}, 1, 2)
+    outcome.fields.put("total", Value(Axis.SAMPLES, torch.tensor([1.0, 0.05]), 1, 2))
+    kinds = {"rollout": "rollout", "right": "reward", "brief": "reward"}
+    observer = Observer(graph, kinds, lambda rows: [str(row) for row in rows])
+    first, second = observer.rollouts(outcome)
+    assert first["reward"] == 1.0 and second["reward"] == pytest.approx(0.05)
+    assert second["rewards"] == {"right": 0.0, "brief": 0.5}

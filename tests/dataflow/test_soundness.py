@@ -6,6 +6,7 @@ rewards at special tokens in tests/rewards, ratios in tests/megatron/test_update
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -271,6 +272,16 @@ def test_warnings_are_told_when_they_begin() -> None:
     assert short.see(1, {"reward/constant": 1.0}) == []
     assert "one number" in short.see(2, {"reward/constant": 1.0})[0], "a run that was so to its end"
     assert Watch(20).see(1, {"advantage/zero_share": 1.0}) == [], "no reward, no such advice"
+
+
+def test_counting_goes_on_after_a_resume() -> None:
+    before = Watch(steps=99)
+    for step in range(1, 9):
+        assert before.see(step, {"reward/constant": 1.0}) == []
+    after = Watch(steps=99)
+    after.restore(json.loads(json.dumps(before.saved())))
+    assert after.see(9, {"reward/constant": 1.0}) == []
+    assert "one number" in after.see(10, {"reward/constant": 1.0})[0]
 
 
 def test_failures_and_further_rewards_are_told_by_their_metric() -> None:

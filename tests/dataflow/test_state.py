@@ -26,6 +26,7 @@ from hybridflow.dataflow.state import (
 )
 from hybridflow.dataflow.team import Team
 from hybridflow.monitor import RunWriter, read_events, read_metrics
+from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Graph, Node
 
@@ -279,7 +280,16 @@ def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:
     values = {value.name: value for value in live_values(compile_recipe(make_recipe()))}
     assert "algorithm.kl.coef is 0" in values["kl_coef"].fixed
     assert values["max_tokens"].high == 5, "what the servers and packs were sized for"
-    assert not values["temperature"].fixed
+    assert not values["temperature"].fixed and not values["entropy_coef"].fixed
+    assert values["max_tokens"].low == 1
+
+
+def test_values_of_a_graph_have_its_bounds(make_recipe, tmp_path: Path) -> None:
+    graph = SHIPPED.joinpath("dapo.yaml").read_text()
+    path = tmp_path / "flow.yaml"
+    path.write_text(graph.replace("function: soft_overlong", "function: soft_overlong, buffer: 3"))
+    values = {v.name: v for v in live_values(compile_recipe(make_recipe(f"dataflow={path}")))}
+    assert values["max_tokens"].low == 3, "the buffer lies within a response"
 
 
 def test_the_kl_coefficient_waits_for_steps_that_train_the_actor(make_recipe) -> None:
