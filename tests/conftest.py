@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from hybridflow.rollout.commands import SGLANG_PYTHON
+from tests.own_names import own_names  # noqa: F401  (a fixture)
 from tests.servers import (  # noqa: F401  (fixtures)
     local_server,
     rollout_server,

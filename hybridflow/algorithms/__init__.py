@@ -5,6 +5,7 @@ from hybridflow.algorithms.functions import FUNCTIONS, FunctionContext
 from hybridflow.algorithms.kl import ESTIMATORS
 from hybridflow.algorithms.losses import LOSSES
 from hybridflow.algorithms.losses.preference import PREFERENCES
+from hybridflow.algorithms.registering import register_function, register_loss
 from hybridflow.algorithms.values import VALUE_LOSSES
 
 __all__ = [
@@ -15,4 +16,6 @@ __all__ = [
     "PREFERENCES",
     "VALUE_LOSSES",
     "FunctionContext",
+    "register_function",
+    "register_loss",
 ]

@@ -43,6 +43,7 @@ from hybridflow.megatron.config import (
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.catalogue_losses import PUBLISHED_CLIP
 from hybridflow.recipe.compile import ACTOR, Plan, Stage
+from hybridflow.recipe.own_code import OwnModule
 from hybridflow.recipe.placement import engine_slots
 from hybridflow.recipe.schema import AlgorithmSection, Recipe, SapoSection
 from hybridflow.recipe.signature import MEGATRON_KINDS
@@ -151,7 +152,8 @@ class Team:
         recipe = self.recipe
         if kind in MEGATRON_KINDS:
             config = _engine(self._plan, role, kind, stage)
-            return ModelWorker, config.layout, {"engine": config}
+            imports = [OwnModule.of(name) for name in recipe.imports]
+            return ModelWorker, config.layout, {"engine": config, "imports": imports}
         section = recipe.roles.rewards()[role]
         return RewardWorker, section.workers, reward_settings(recipe, role)
 

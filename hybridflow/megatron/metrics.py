@@ -22,6 +22,9 @@ class TokenMetrics:
     """
 
     def __init__(self, sums: list[str], maxima: list[str], device: torch.device) -> None:
+        names = [*sums, *maxima]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two metrics of the update are named {twice[0]}; rename the loss's")
         self._sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in sums}
         self._maxima = {
             name: torch.zeros((), dtype=torch.float64, device=device) for name in maxima

@@ -181,11 +181,7 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
             ),
         },
         {"metrics": field_type(Axis.RUN, "object", "what the step measured, by name")},
-        {
-            "loss": Option(
-                "str", required=True, choices=tuple(LOSSES), description="the loss to minimise"
-            )
-        },
+        {"loss": Option("str", required=True, choices=LOSSES, description="the loss to minimise")},
         trainable=True,
     ),
     ("model", "evaluate"): Signature(

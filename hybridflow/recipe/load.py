@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from hybridflow.recipe.catalogue_roles import ROLES
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.own_code import import_own
 from hybridflow.recipe.ranges import Wrong
 from hybridflow.recipe.role_names import canonical_override, canonical_roles
 from hybridflow.recipe.schema import Recipe
@@ -130,6 +131,9 @@ def _validate(source: Source) -> Draft:
         draft.recipe = _repaired(data, details, draft.untrusted)
     if draft.recipe is not None:
         draft.recipe._origins = source.origins
+        if found := import_own(draft.recipe.imports, source):
+            draft.faults.extend(found)
+            draft.untrusted |= {("dataflow",), ("warm_start", "dataflow")}  # names may be missing
     return draft
 
 

@@ -63,6 +63,13 @@ def _function_path(value: Any) -> Any:
     return value
 
 
+def _module(value: Any) -> Any:
+    if not isinstance(value, str) or not (_DOTTED.fullmatch(value) or value.endswith(".py")):
+        what = f"must name a module, not {value!r}"
+        raise Wrong(what, "write 'pkg.mod' or 'file.py'")
+    return value
+
+
 def _dataflow(value: Any) -> Any:
     if not isinstance(value, (str, dict)) or not value:
         what = f"must be a dataflow's name, a path or a mapping, not {value!r}"
@@ -100,6 +107,7 @@ Clip = Annotated[float | list[float], BeforeValidator(_clip)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
 RunName = Annotated[str, BeforeValidator(_run_name)]
 FunctionPath = Annotated[str, BeforeValidator(_function_path)]
+Module = Annotated[str, BeforeValidator(_module)]
 Dataflow = Annotated[str | dict[str, Any], BeforeValidator(_dataflow)]
 TopK = Annotated[int, BeforeValidator(_top_k)]
 Size = Annotated[str, BeforeValidator(_size)]

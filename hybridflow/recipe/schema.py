@@ -15,6 +15,7 @@ from hybridflow.recipe.ranges import (
     Count,
     Dataflow,
     DualClip,
+    Module,
     NotNegative,
     Positive,
     RunName,
@@ -351,6 +352,11 @@ class Recipe(Section):
     name: RunName = Field(examples=["run"], description="name of the run")
     seed: Seed = Field(default=0, description="seed of data order, initialisation and sampling")
     output: Text | None = Field(default=None, description="folder of the run; null: runs/NAME")
+    imports: list[Module] = Field(
+        default=[],
+        description="your own modules, `pkg.mod` or `file.py`, which register functions, losses "
+        "or rewards; `check` runs them too",
+    )
     model: ModelSection = Field(examples=[{"path": "model"}], description="the model")
     cluster: ClusterSection = Field(examples=[{"devices_per_node": 1}], description="the machines")
     data: DataSection = Field(

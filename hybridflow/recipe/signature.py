@@ -1,7 +1,7 @@
 """What a call or a function takes, gives and can be told."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,13 +32,14 @@ class Option:
     """A further key of a node or a parameter of a reward.
 
     Attributes:
+        choices: what it may be; of a registry also what is registered later.
         rule: what a value of the right type must hold beside; numbers are finite in any case.
     """
 
     dtype: Literal["str", "int", "float", "bool", "list of float", "mapping"]
     default: Any = None
     required: bool = False
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     description: str = ""
     rule: Rule | None = None
 

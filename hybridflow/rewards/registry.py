@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.catalogue_rewards import RewardEntry
+from hybridflow.recipe.own_code import place_of
 from hybridflow.recipe.registry import Registry
 from hybridflow.rewards.exact_match import exact_match
 from hybridflow.rewards.format_regex import format_regex
@@ -61,4 +62,4 @@ def importable(name: str) -> str:
     """The name by which another process finds a reward: the path of one that was registered."""
     if name not in REWARDS or REWARDS.canonical(name) in _REWARDS:
         return name
-    return f"{REWARDS[name].__module__}.{REWARDS[name].__qualname__}"
+    return place_of(REWARDS[name])

@@ -2,9 +2,7 @@
 
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.own_code import load_file
 from hybridflow.rewards.items import RewardItem
 from hybridflow.rewards.registry import REWARDS, prepare
 
@@ -142,24 +141,10 @@ def _find(name: str, base: Path, source: bytes | None) -> Callable[..., Any]:
 
 
 def _load_file(name: str, path: Path, source: bytes | None) -> ModuleType:
-    """Run a Python file, or what it held, as a module of its own, known under a name made from its
-    path."""
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"reward '{name}': there is no Python file {path}")
-    module_name = "hybridflow_reward_" + "".join(c if c.isalnum() else "_" for c in str(path))
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
     try:
-        text = path.read_bytes() if source is None else source
-        exec(compile(text, str(path), "exec"), vars(module))  # noqa: S102 - the recipe names it
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(f"reward '{name}': {path} fails when run: {error!r}") from error
-    return module
+        return load_file(path, source)
+    except ValueError as error:
+        raise ValueError(f"reward '{name}': {error}") from error
 
 
 def _import(name: str, module: str) -> ModuleType:

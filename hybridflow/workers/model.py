@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ValueLossSettings,
     )
     from hybridflow.megatron.memory import Memory
+    from hybridflow.recipe.own_code import OwnModule
     from hybridflow.weight_sync.transports import Outbox
     from hybridflow.weight_sync.wiring import Wiring
 
@@ -34,13 +35,22 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 class ModelWorker:
     """Holds an engine; methods are collective over the role's ranks.
 
-    The engine's packages are imported here, in the worker's process: the driver needs none.
+    The engine's packages are imported here, in the worker's process: the driver needs none; so are
+    the user's own modules, ``imports``, whose losses an update may name.
     """
 
     def __init__(
-        self, rank: int, world: int, rendezvous: tuple[str, int], *, engine: EngineConfig
+        self,
+        rank: int,
+        world: int,
+        rendezvous: tuple[str, int],
+        *,
+        engine: EngineConfig,
+        imports: Sequence[OwnModule] = (),
     ) -> None:
         with _setting_up:
+            for module in imports:
+                module.load()
             _enter_process_group(rank, world, rendezvous)
             from hybridflow.megatron.engine import Engine
 

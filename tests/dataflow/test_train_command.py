@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridflow.cluster import LocalSession
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.monitor import read_events, read_metrics, read_rollouts
+from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
 from tests.dataflow.commands import TrainCommand
@@ -17,8 +18,54 @@ from tests.dataflow.commands import TrainCommand
 DP2 = "roles.actor.parallel.dp=2"
 
 
-def test_a_run_on_two_ranks_leaves_all_it_promises(recipe_file, make_recipe, tmp_path) -> None:
-    run = TrainCommand(recipe_file, DP2)
+VARIED = """
+def varied(prompt, response, answer, row):
+    return sum(map(ord, response)) % 7
+"""
+OWN = """
+import torch
+from hybridflow.algorithms import register_function, register_loss
+from hybridflow.algorithms.losses import TokenLoss
+from hybridflow.recipe.catalogue import FUNCTIONS, LOSSES
+
+@register_function("own_advantage", FUNCTIONS["group_relative"])
+def own_advantage(batch, context):
+    rewards_PG = batch["rewards"].view(batch.prompts, batch.samples_per_prompt)
+    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    return {"advantages": (centred_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)).flatten()}
+
+@register_loss("own_loss", LOSSES["ppo_clip"])
+def own_loss(inputs):
+    ratio_T = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+    held_T = ratio_T.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
+    gain_T = torch.minimum(ratio_T * inputs.advantages_T, held_T * inputs.advantages_T)
+    return TokenLoss(-gain_T, {"own_ratio": ratio_T.detach().sum()})
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> list[str]:
+    """GRPO by a function and a loss of a user's own file."""
+    module, graph = tmp_path / "own.py", tmp_path / "own.yaml"
+    module.write_text(OWN)
+    text = (SHIPPED / "grpo.yaml").read_text().replace("group_relative", "own_advantage")
+    graph.write_text(text.replace("ppo_clip", "own_loss"))
+    return [f"imports=[{module}]", f"dataflow={graph}"]
+
+
+@pytest.fixture
+def varied(tmp_path) -> str:
+    """Rewards that differ on a model that has learnt nothing."""
+    (tmp_path / "varied.py").write_text(VARIED)
+    return f"roles.reward.function={tmp_path / 'varied.py'}:varied"
+
+
+@pytest.mark.usefixtures("own_names")
+def test_a_run_on_two_ranks_leaves_all_it_promises(
+    recipe_file, make_recipe, tmp_path, own, varied
+) -> None:
+    """And by a loss of the user's own it learns what it learns by that of GRPO."""
+    run = TrainCommand(recipe_file, DP2, varied, *own)
     assert run.wait() == 0, run.output
     assert not run.left_over()
     folder = tmp_path / "run"
@@ -26,19 +73,21 @@ def test_a_run_on_two_ranks_leaves_all_it_promises(recipe_file, make_recipe, tmp
     last = read_metrics(folder)[-1]
     assert (last["stage"], last["step"]) == ("main", 3)
     assert last["metrics"]["update/rollout_gap_max"] < 1e-4
+    assert last["metrics"]["reward/std"] > 0 and last["metrics"]["update/grad_norm"] > 0
+    assert last["metrics"]["update/own_ratio"] == pytest.approx(1.0)
     assert [event["kind"] for event in read_events(folder)][-1] == "report"
     assert sum(1 for row in read_rollouts(folder) if not row["evaluation"]) == 3 * 6 * 4
     html = (folder / "report.html").read_text()
     assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
     events = EventAccumulator(str(folder / "tensorboard" / "main")).Reload()
     assert len(events.Scalars("reward/mean")) == 3
-    assert load_recipe(folder / "recipe.yaml") == make_recipe(DP2)
+    assert load_recipe(folder / "recipe.yaml") == make_recipe(DP2, varied, *own)
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
     assert all(torch.isfinite(p).all() for p in exported.parameters())
     assert AutoTokenizer.from_pretrained(folder / "export")("07+15=").input_ids
 
-    single = compile_recipe(make_recipe(f"output={tmp_path}/single"))
+    single = compile_recipe(make_recipe(f"output={tmp_path}/single", varied))
     train(single, lambda logs: LocalSession(), LaunchOptions(live=False))
     for ours, theirs in zip(read_metrics(folder), read_metrics(tmp_path / "single"), strict=True):
         for name in ("reward/mean", "update/loss", "update/grad_norm", "eval/reward"):

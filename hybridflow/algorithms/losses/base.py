@@ -293,6 +293,12 @@ class Loss:
             advantages=inputs.advantages_T,
         )
         result = self.function(inputs)
+        require_same_shape(("loss", result.loss_T), **{"log-probabilities": inputs.logprobs_T})
+        if unknown := result.sums.keys() - set(self.metrics):
+            raise ValueError(
+                f"the loss gives the metrics {', '.join(sorted(unknown))}, which it did not "
+                "declare; a loss gives the same metrics in each call"
+            )
         wanted = torch.is_grad_enabled() and inputs.logprobs_T.requires_grad
         if wanted and not result.loss_T.requires_grad:
             raise ValueError(

@@ -19,7 +19,7 @@ _MODEL = ("micro_batch_tokens", *(f"parallel.{key}" for key in _CUT))
 _RATE = ("lr", "betas", "eps", "weight_decay", "clip_grad", "schedule", "warmup_steps")
 
 ALWAYS: dict[str, tuple[str, ...]] = {
-    "": ("name", "seed", "output", "steps", "dataflow", "export"),
+    "": ("name", "seed", "output", "imports", "steps", "dataflow", "export"),
     "model": ("path", "dtype"),
     "cluster": ("nodes", "devices_per_node"),
     "data": (
