@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybridflow.dataflow.launch import LaunchOptions
-    from hybridflow.recipe.compile import Plan
+    from hybridflow.recipe.plan import Plan
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable by which torchrun marks the processes that it starts."""

@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.data import PromptDataset
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import RunFolder, write_aside
-from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.plan import Plan
 
 DATA_FILE = "data.json"
 _MEND = (

@@ -29,8 +29,8 @@ from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.trainer import Records, Trainer
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.monitor.report import write_report
-from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.load import resolved_yaml
+from hybridflow.recipe.plan import Plan, Stage
 
 
 @dataclass(frozen=True)

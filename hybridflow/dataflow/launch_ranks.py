@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridflow.cluster import RanksSession, RanksStore, serve
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.signals import orderly_end
-from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.signature import MEGATRON_KINDS
 from hybridflow.workers.job_group import join
 

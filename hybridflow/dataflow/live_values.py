@@ -8,7 +8,7 @@ from functools import partial
 from hybridflow.dataflow.state import LiveValue
 from hybridflow.recipe.compile import ACTOR, Plan
 from hybridflow.recipe.ranges import LARGEST
-from hybridflow.recipe.schema import LagrangianSection
+from hybridflow.recipe.schema_algorithm import LagrangianSection
 from hybridflow.recipe.schema_roles import SamplingSection
 
 _RUNS = "the run itself counts it"

@@ -20,8 +20,8 @@ from hybridflow.dataflow.rounds import (
     round_metrics,
 )
 from hybridflow.dataflow.steps import StepOutcome
-from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.plan import ACTOR
 from hybridflow.weight_sync.publication import PublishReport
 from hybridflow.workers.reward import COMPONENT
 

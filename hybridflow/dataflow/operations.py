@@ -15,8 +15,8 @@ from hybridflow.dataflow.steps import Operation, StepContext
 from hybridflow.dataflow.team import Team
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import SCORE_LOSSES, signature
-from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.plan import Stage
 from hybridflow.recipe.schema import Recipe
 from hybridflow.workers.model import ModelWorker
 

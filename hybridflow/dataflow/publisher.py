@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow import owned
 from hybridflow.cluster import ClusterError, WorkerGroup
-from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.plan import Plan
 from hybridflow.rollout.background import in_background
 from hybridflow.rollout.engines import EngineFailed, EngineFault, EngineState, FleetEvent
 from hybridflow.rollout.fleet import Fleet

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.cluster import WorkerGroup
-from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.schema import Recipe
 from hybridflow.rewards import FunctionSettings, RewardError, importable
 from hybridflow.workers.model import ModelWorker

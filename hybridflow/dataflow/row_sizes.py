@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridflow.data import PromptDataset
 from hybridflow.recipe.catalogue_losses import SCORE_LOSSES
-from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.plan import Plan, Stage
 
 
 def check_sizes(plan: Plan, stage: Stage, dataset: PromptDataset) -> None:

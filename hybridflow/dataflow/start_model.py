@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridflow.dataflow.team import Team
-from hybridflow.recipe.compile import ACTOR, Plan
+from hybridflow.recipe.plan import ACTOR, Plan
 from hybridflow.workers.model import ModelWorker
 
 

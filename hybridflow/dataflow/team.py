@@ -42,10 +42,11 @@ from hybridflow.megatron.config import (
 )
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.catalogue_losses import PUBLISHED_CLIP
-from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.own_code import OwnModule
 from hybridflow.recipe.placement import engine_slots
-from hybridflow.recipe.schema import AlgorithmSection, Recipe, SapoSection
+from hybridflow.recipe.plan import ACTOR, Plan, Stage
+from hybridflow.recipe.schema import Recipe
+from hybridflow.recipe.schema_algorithm import AlgorithmSection, SapoSection
 from hybridflow.recipe.signature import MEGATRON_KINDS
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.rollout.fleet import Fleet

@@ -22,7 +22,7 @@ from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.utilisation import Utilisation
 from hybridflow.dataflow.warnings import Watch
 from hybridflow.monitor import Console, RunWriter
-from hybridflow.recipe.compile import Plan, Stage
+from hybridflow.recipe.plan import Plan, Stage
 from hybridflow.rollout.engines import FleetEvent
 from hybridflow.workers.model import ModelWorker
 

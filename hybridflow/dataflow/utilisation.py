@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.dataflow.steps import StepOutcome
-from hybridflow.recipe.compile import Plan, Stage
 from hybridflow.recipe.flops import ModelFlops, Work, peak_flops
+from hybridflow.recipe.plan import Plan, Stage
 
 
 class Utilisation:

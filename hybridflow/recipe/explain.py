@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.catalogue import CONDITIONS, SECTIONS
-from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.plan import ACTOR, Plan, Stage
 from megatron_bridge.layout import ParallelLayout
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.recipe import placement
-from hybridflow.recipe.compile import Plan
+from hybridflow.recipe.plan import Plan
 from hybridflow.weight_sync.layout import server_parameters
 from megatron_bridge import reshard, translation
 from megatron_bridge.layout import ParallelLayout

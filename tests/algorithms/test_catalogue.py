@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybridflow.algorithms import AGGREGATIONS, ESTIMATORS, FUNCTIONS, LOSSES, PREFERENCES
-from hybridflow.recipe import catalogue, schema
+from hybridflow.recipe import catalogue, schema_algorithm
 from hybridflow.recipe.registry import Registry, UnknownName
 
 
@@ -24,10 +24,10 @@ def test_losses_and_what_they_need():
 
 
 def test_choices_of_the_recipe():
-    fields = schema.AlgorithmSection.model_fields
+    fields = schema_algorithm.AlgorithmSection.model_fields
     assert set(fields["aggregation"].annotation.__args__) == set(AGGREGATIONS)
     assert set(AGGREGATIONS) == set(catalogue.AGGREGATIONS)
-    estimators = schema.KlSection.model_fields["estimator"].annotation
+    estimators = schema_algorithm.KlSection.model_fields["estimator"].annotation
     assert set(estimators.__args__) == {*ESTIMATORS, "full"}, "full is no estimate from samples"
     assert set(estimators.__args__) == set(catalogue.KL_ESTIMATORS)
 
@@ -44,9 +44,9 @@ def test_averages_and_estimators_are_found_by_any_name(registry: Registry[Any]):
 
 
 def test_a_recipe_may_name_an_average_or_estimator_by_an_alias():
-    kl = schema.KlSection.model_validate({"estimator": "low_var_kl"})
+    kl = schema_algorithm.KlSection.model_validate({"estimator": "low_var_kl"})
     assert kl.estimator == "k3"
-    algorithm = schema.AlgorithmSection.model_validate({"aggregation": "token-mean"})
+    algorithm = schema_algorithm.AlgorithmSection.model_validate({"aggregation": "token-mean"})
     assert algorithm.aggregation == "token_mean"
     with pytest.raises(ValueError, match="is no aggregation: 'tokenmean'"):
-        schema.AlgorithmSection.model_validate({"aggregation": "tokenmean"})
+        schema_algorithm.AlgorithmSection.model_validate({"aggregation": "tokenmean"})

@@ -14,7 +14,7 @@ from hybridflow.algorithms import FUNCTIONS, PREFERENCES, FunctionContext
 from hybridflow.algorithms.losses.preference import PreferenceSettings, Responses
 from hybridflow.algorithms.rewards_math import kl_baseline
 from hybridflow.batch import Batch, Ragged
-from hybridflow.recipe import catalogue, schema
+from hybridflow.recipe import catalogue, schema_algorithm
 from hybridflow.recipe.axes import Axis
 
 FIGURES = json.loads((Path(__file__).parent / "preference_figures.json").read_text())
@@ -182,5 +182,5 @@ def test_the_catalogue_says_the_same():
     for name, entry in PREFERENCES.items():
         known: Any = catalogue.LOSSES[name]
         assert (known.samples == 2, known.needs) == (entry.pairs, entry.needs), name
-    section = schema.PreferenceSection()
+    section = schema_algorithm.PreferenceSection()
     assert PreferenceSettings(**section.model_dump()) == PreferenceSettings()

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from hybridflow.algorithms import LOSSES
-from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.graph import Graph
+from hybridflow.recipe.plan import ACTOR
 
 _ALWAYS = (
     *(f"reward/{name}" for name in ("mean", "std", "max", "min", "constant")),

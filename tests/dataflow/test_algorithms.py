@@ -12,8 +12,9 @@ from hybridflow.dataflow.team import Team
 from hybridflow.monitor import read_metrics
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
-from hybridflow.recipe.compile import Plan, compile_recipe
+from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.plan import Plan
 from tests.dataflow.reported import assert_reported
 
 SEQUENCE = "algorithm.aggregation=sequence_mean_token_mean"

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from hybridflow.recipe.activate import SHIPPED, shipped
 from hybridflow.recipe.checks import check
-from hybridflow.recipe.compile import Plan, compile_recipe
+from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.explain import explain
 from hybridflow.recipe.graph_load import load_graph
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 

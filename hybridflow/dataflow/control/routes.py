@@ -15,8 +15,8 @@ from hybridflow.dataflow.control.pulse import Pulse
 from hybridflow.dataflow.control.server import Refused, Reply, Request, Route
 from hybridflow.dataflow.state import SharedState, StateConflict
 from hybridflow.dataflow.team import Team
-from hybridflow.recipe.compile import Plan
 from hybridflow.recipe.names import hint
+from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.schema_control import ControlSection
 
 _MOST_NAME = 100

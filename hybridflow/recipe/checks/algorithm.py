@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import LOSSES, SCORE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.plan import Stage
 from hybridflow.recipe.ranges import LARGEST
 
 

@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridflow.recipe.compile import Plan, Stage, compile_stages, make_plan
+from hybridflow.recipe.compile import compile_stages, make_plan
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.plan import Plan, Stage
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_roles import AnyModelSection, RolesSection
 from hybridflow.recipe.source import KeyPath

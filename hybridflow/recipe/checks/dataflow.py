@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import ACTOR, Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.plan import ACTOR, Stage
 
 
 def graph_faults(context: Context) -> Iterator[Fault]:

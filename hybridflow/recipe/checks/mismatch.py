@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from hybridflow.recipe.catalogue import LOSSES
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
-from hybridflow.recipe.schema import RolloutCorrectionSection
+from hybridflow.recipe.plan import Stage
+from hybridflow.recipe.schema_algorithm import RolloutCorrectionSection
 
 NEEDS = {
     "rollout_correction": ("rollout_logprobs", "old_logprobs"),

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from hybridflow.recipe.catalogue import VALUE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.plan import Stage
 
 
 def maker(stage: Stage, node: Node | None, parameter: str) -> Node | None:

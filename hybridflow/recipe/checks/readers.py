@@ -24,7 +24,7 @@ from hybridflow.recipe.checks.use import (
     samples_as,
     whitens,
 )
-from hybridflow.recipe.compile import ACTOR
+from hybridflow.recipe.plan import ACTOR
 
 
 @dataclass(frozen=True)

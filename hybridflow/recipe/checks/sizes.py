@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from hybridflow.recipe.checks.context import Check, Context
-from hybridflow.recipe.compile import ACTOR, Stage
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.placement import engine_slots, packed
+from hybridflow.recipe.plan import ACTOR, Stage
 
 
 def batch_faults(context: Context) -> Iterator[Fault]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from hybridflow.recipe.catalogue import VALUE_LOSSES
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.provenance import maker
-from hybridflow.recipe.compile import ACTOR
 from hybridflow.recipe.faults import Fault
+from hybridflow.recipe.plan import ACTOR
 
 
 def weight_faults(context: Context) -> Iterator[Fault]:

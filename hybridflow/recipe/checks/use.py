@@ -10,8 +10,8 @@ from hybridflow.recipe.catalogue import (
     VALUE_LOSSES,
     column_keys,
 )
-from hybridflow.recipe.compile import ACTOR, Plan, Stage
 from hybridflow.recipe.graph import Node
+from hybridflow.recipe.plan import ACTOR, Plan, Stage
 from hybridflow.recipe.schema import Recipe
 
 LOOKS = ("update", "evaluate")
