@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from hybridflow.dataflow.state import LiveValue
-from hybridflow.recipe.compile import ACTOR, Plan
+from hybridflow.recipe.plan import ACTOR, Plan
 from hybridflow.recipe.ranges import LARGEST
 from hybridflow.recipe.schema_algorithm import LagrangianSection
 from hybridflow.recipe.schema_roles import SamplingSection
