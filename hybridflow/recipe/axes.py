@@ -25,11 +25,23 @@ Dtype = Literal["ids", "int", "float", "bool", "vectors", "object"]
 @dataclass(frozen=True)
 class FieldType:
     """Axis and element type of a field; ``ids`` are ragged token ids, one row per prompt;
-    ``vectors`` are floats, several a row."""
+    ``vectors`` are floats, several a row.
+
+    Attributes:
+        quantity: what the numbers are, such as log-probabilities; empty: any.
+    """
 
     axis: Axis
     dtype: Dtype
     description: str = ""
+    quantity: str = ""
 
     def __str__(self) -> str:
-        return f"{self.axis.value} of {self.dtype}"
+        told = f" ({self.quantity})" if self.quantity else ""
+        return f"{self.axis.value} of {self.dtype}{told}"
+
+    def accepts(self, given: "FieldType") -> bool:
+        """Whether a field of type ``given`` can stand for one of this type."""
+        if (self.axis, self.dtype) != (given.axis, given.dtype):
+            return False
+        return "" in (self.quantity, given.quantity) or self.quantity == given.quantity

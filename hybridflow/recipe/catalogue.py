@@ -103,8 +103,9 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
         {"prompts": takes(PROMPTS)},
         {
             "responses": RESPONSES,
-            "rollout_logprobs": field_type(
-                Axis.TOKENS, "float", "log-probability of each token when it was sampled, in nats"
+            "rollout_logprobs": replace(
+                LOGPROBS,
+                description="log-probability of each token when it was sampled, in nats",
             ),
             "finished": FINISHED,
             "versions": field_type(
@@ -173,7 +174,12 @@ CALLS: dict[tuple[RoleKind, str], Signature] = {
                 optional=True,
                 description="hidden states of the reference, for algorithm.kl.estimator=full",
             ),
-            "advantages": takes(ADVANTAGES, TOKEN_ADVANTAGES, optional=True),
+            "advantages": takes(
+                *(ADVANTAGES, TOKEN_ADVANTAGES, REWARD_VALUES),
+                optional=True,
+                description="advantage of each response or token; a response's reward is the "
+                "plainest",
+            ),
             "sample_mask": takes(
                 SAMPLE_MASK,
                 optional=True,

@@ -23,8 +23,8 @@ class Input:
     description: str = ""
 
     def accepts(self, given: FieldType) -> bool:
-        """Whether axis and element type fit; descriptions do not matter."""
-        return any((t.axis, t.dtype) == (given.axis, given.dtype) for t in self.types)
+        """Whether a field of type ``given`` fits; descriptions do not matter."""
+        return any(one.accepts(given) for one in self.types)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from hybridflow.recipe.checks import check_file
 
 CRITIC = "roles.critic={optimizer: {lr: 1e-3}, colocate: actor}"
 IN_REWARD = "algorithm.kl={coef: 0.01, place: reward, estimator: k1}"
+PPO = [CRITIC]
 COST = [
     CRITIC,
     "roles.cost={function: exact_match}",
@@ -22,7 +23,7 @@ TAUGHT = ["roles.reference=null", "roles.reward=null", "algorithm.kl={}"]
 TAUGHT += ["roles.teacher={head: vocabulary, model: elsewhere, colocate: actor}"]
 AGAIN = """  again: {role: rollout, call: generate, in: [prompts], out: [{responses: tail}]}
   both: {role: reward, call: score, in: [prompts, answers, {responses: tail}], out: [{rewards: b}]}
-  sum: {function: opo, in: [{rewards: advantages}, {responses: tail}], out: [{advantages: three}]}
+  sum: {function: opo, in: [{rewards: rewards}, {responses: tail}], out: [{advantages: three}]}
 """
 
 
@@ -46,7 +47,7 @@ GRAPHS = [
      "out: [responses, rollout_logprobs, token_versions], sampling: greedy}", [],
      "the greedy node 'generate' gives one of each"),
     ("grpo", "  old:  ", f"{AGAIN}  old:  ", [],
-     "advantages (sampled by 'generate'), tail (sampled by 'again')"),
+     "rewards (sampled by 'generate'), tail (sampled by 'again')"),
     ("kto", "{ref_logprobs: rotated_ref_logprobs}, {response_mask: rotated_mask}]",
      "{ref_logprobs: ref_logprobs}, {response_mask: rotated_mask}]", KTO,
      "rotated_logprobs (made by 'rotate'), ref_logprobs (the data's)"),
@@ -58,6 +59,18 @@ GRAPHS = [
      "would train the role 'actor' away from 'teacher'"),
     ("grpo", "out: [weight_version]}", "out: [weight_version], every: 2}", [],
      "does not publish in every step that trains the actor"),
+    ("ppo", "{function: gae, in: [token_rewards, values]", "{function: gae, in: [token_rewards, "
+     "{values: rollout_logprobs}]", PPO,
+     "is tokens of float (log-probabilities), but 'values' of gae takes tokens of float (values)"),
+    ("ppo", "responses, values, returns]", "responses, values, {returns: advantages}]", PPO,
+     "but 'returns' of critic.update takes tokens of float (returns)"),
+    ("grpo", "[prompts, responses, rollout_logprobs, token_versions, old_logprobs",
+     "[prompts, {responses: token_versions}, rollout_logprobs, old_logprobs", [],
+     "'token_versions' is tokens of int (weight versions), but 'responses'"),
+    ("grpo", "    loss: ppo_clip\n",
+     "    loss: ppo_clip\n    delay: {token_versions: 1, responses: 1, rollout_logprobs: 1, "
+     "old_logprobs: 1, ref_logprobs: 1, advantages: 1, prompts: 1}\n", [],
+     "trains on samples of 1 steps before, but roles.rollout.max_staleness allows 0"),
     ("ppo", "  update_critic: {role: critic, call: update, in: [prompts, responses, values, "
      "returns], loss: value_clip}\n", "", [CRITIC, "checkpoint.every=null"],
      "reads the values of the role 'critic', which no node trains"),

@@ -73,6 +73,21 @@ def publish_faults(context: Context) -> Iterator[Fault]:
                 yield Fault(node.origin, what, fix + "roles.rollout.max_staleness")
 
 
+def staleness_faults(context: Context) -> Iterator[Fault]:
+    """Samples of earlier steps, which are older than the recipe allows."""
+    servers = context.recipe.roles.rollout
+    if servers is None:
+        return
+    for stage in context.stages:
+        for node in (node for node in stage.graph.nodes if node.call == "update"):
+            steps = node.delay.get(node.inputs.get("token_versions", ""), 0)
+            if stage.generates and steps > servers.max_staleness:
+                key = "roles.rollout.max_staleness"
+                what = f"node '{node.name}' trains on samples of {steps} steps before, but {key} "
+                what += f"allows {servers.max_staleness}"
+                yield context.fault(key, what, f"set it to {steps} or more, or shorten the delay")
+
+
 def kept_faults(context: Context) -> Iterator[Fault]:
     """Prompts that are kept until there are enough, and nothing that looks whether there are."""
     for stage in context.stages:
@@ -107,6 +122,7 @@ CHECKS = (
     Check(GRAPHS, teacher_faults),
     Check(GRAPHS, critic_faults),
     Check(GRAPHS, publish_faults),
+    Check((*GRAPHS, "roles.rollout"), staleness_faults),
     Check(GRAPHS, kept_faults),
     Check((*GRAPHS, "data.prompts_per_step", "evaluation.prompts"), rotation_faults),
 )
