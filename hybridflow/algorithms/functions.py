@@ -106,12 +106,17 @@ def gdpo(
 GDPO_REWARDS = ("first", "second", "third", "fourth")
 
 
-def reinforce_pp(
-    batch: Batch, context: FunctionContext, gamma: float = 1.0, kl_coef: float = 0.0
-) -> dict[str, Any]:
+def reinforce_pp(batch: Batch, context: FunctionContext, gamma: float = 1.0) -> dict[str, Any]:
     """rewards (samples), responses, perhaps logprobs, ref_logprobs -> advantages (tokens)."""
     kl = {name: batch[name] for name in ("logprobs", "ref_logprobs") if name in batch}
-    found = advantages.reinforce_pp(batch["rewards"], batch["responses"], gamma, kl_coef, **kl)
+    found = advantages.reinforce_pp(
+        batch["rewards"],
+        batch["responses"],
+        gamma,
+        context.kl_coef,
+        context.kl_estimator,
+        **kl,
+    )
     return {"advantages": found}
 
 

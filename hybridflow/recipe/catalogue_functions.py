@@ -81,23 +81,21 @@ _FUNCTIONS: dict[str, Signature] = {
     ),
     "reinforce_pp": Signature(
         "REINFORCE++'s advantage: the discounted return of every token, normalised over all "
-        "tokens of the batch; with kl_coef, every token's reward is less by its KL.",
+        "tokens of the batch; every token's reward is less by its KL where algorithm.kl.place is "
+        "reward.",
         {
             "rewards": takes(REWARD_VALUES),
             "responses": takes(RESPONSES),
             "logprobs": takes(
-                LOGPROBS, optional=True, description="of the policy; needed by kl_coef"
+                LOGPROBS, optional=True, description="of the policy; needed by the KL"
             ),
             "ref_logprobs": takes(
-                LOGPROBS, optional=True, description="of the reference; needed by kl_coef"
+                LOGPROBS, optional=True, description="of the reference; needed by the KL"
             ),
         },
         {"advantages": TOKEN_ADVANTAGES},
         {
             "gamma": Option("float", 1.0, description="discount per token", rule=DISCOUNT),
-            "kl_coef": Option(
-                "float", 0.0, description="weight of the KL in the reward", rule=at_least(0)
-            ),
         },
     ),
     "reinforce_pp_baseline": Signature(

@@ -35,7 +35,7 @@ class KlSection(Section):
     place: Literal["loss", "reward"] = Field(
         default="loss",
         description="a term of the actor's loss, or taken out of every token's reward (by a node "
-        "of the function token_rewards)",
+        "of the functions token_rewards and reinforce_pp)",
     )
     adaptive: AdaptiveKlSection | None = Field(
         default=None, description="moves the coefficient, from `coef` on; null: it stays"

@@ -122,7 +122,7 @@ def test_reinforce_pp_is_the_sum_of_discounted_rewards(samples, gamma, kl_coef, 
     logp, ref = (
         responses.with_values(torch.rand(sum(lengths), generator=generator) - 2) for _ in "ab"
     )
-    given = reinforce_pp(torch.tensor(rewards), responses, gamma, kl_coef, logp, ref)
+    given = reinforce_pp(torch.tensor(rewards), responses, gamma, kl_coef, "k1", logp, ref)
     returns = []
     for row, reward in enumerate(rewards):
         gaps = (logp[row].double() - ref[row].double()).tolist()

@@ -13,7 +13,6 @@ from hybridflow.monitor import read_metrics
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.compile import compile_recipe
-from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.plan import Plan
 from tests.dataflow.reported import assert_reported
 
@@ -165,21 +164,13 @@ def test_a_corrected_step(make_recipe, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_the_kl_in_the_reward(recipe_file, tmp_path) -> None:
+def test_the_kl_in_the_reward(make_recipe, tmp_path) -> None:
     """REINFORCE++ with the KL in the reward: the policy's and the reference's log-probabilities
     go into the advantage, not into the loss."""
-    graph = (SHIPPED / "reinforce_pp.yaml").read_text()
-    for old, new in {
-        "in: [rewards, responses],": "in: [rewards, responses, {logprobs: old_logprobs}, "
-        "ref_logprobs], kl_coef: 0.1,",
-        ", when: off_policy": "",
-        ", when: kl": "",
-        "old_logprobs, ref_logprobs, advantages": "old_logprobs, advantages",
-    }.items():
-        assert graph.count(old) == 1
-        graph = graph.replace(old, new)
-    path = tmp_path / "kl.yaml"
-    path.write_text(graph)
-    overrides = [*overrides_of(str(path), tmp_path), "roles.reference={colocate: actor}"]
-    metrics = run(load_recipe(recipe_file, overrides))
-    assert metrics["update/grad_norm"] > 0 and "update/kl" not in metrics
+    kl = "algorithm.kl={coef: 0.1, place: reward, estimator: k1}"
+    told = [*overrides_of("reinforce_pp", tmp_path), "roles.reference={colocate: actor}"]
+    told.append("steps=2")  # in the first step policy and reference are one
+    metrics = run(make_recipe(*told, kl))
+    without = run(make_recipe(*told, "algorithm.kl.coef=0", f"output={tmp_path / 'without'}"))
+    assert metrics["update/grad_norm"] > 0 and metrics["reward/kl"] >= 0
+    assert metrics["advantage/abs_mean"] != without["advantage/abs_mean"]

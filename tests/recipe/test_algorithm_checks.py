@@ -206,26 +206,6 @@ GRAPHS = [
     (
         [
             (
-                ADVANTAGE,
-                "{function: reinforce_pp, in: [rewards, responses], out: [advantages], "
-                "kl_coef: 0.1}",
-            )
-        ],
-        "not both `logprobs` and `ref_logprobs`",
-    ),
-    (
-        [
-            (
-                ADVANTAGE,
-                "{function: reinforce_pp, in: [rewards, responses, ref_logprobs], "
-                "out: [advantages]}",
-            )
-        ],
-        "takes ref_logprobs, which only kl_coef reads",
-    ),
-    (
-        [
-            (
                 "  old:  ",
                 "  greedy: {role: rollout, call: generate, in: [prompts], "
                 "out: [{responses: best}], sampling: greedy}\n"

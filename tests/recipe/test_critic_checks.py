@@ -89,12 +89,13 @@ def test_graphs(workspace: Path, old: str, new: str, message: str):
     assert any(message in text for text in found), found
 
 
-def test_the_kl_cannot_count_twice(workspace: Path):
+def test_reinforce_pp_takes_the_kl_off_the_reward(workspace: Path):
+    kl = "algorithm.kl={coef: 0.1, place: reward, estimator: k1}"
+    assert faults_of("dataflow=reinforce_pp", kl) == []
     graph = (SHIPPED / "reinforce_pp.yaml").read_text()
-    new = "in: [rewards, responses, {logprobs: old_logprobs}, ref_logprobs], kl_coef: 0.1,"
-    graph = graph.replace("in: [rewards, responses],", new).replace(", when: off_policy", "")
-    Path("flow.yaml").write_text(graph)
-    assert any("the KL would count twice" in text for text in faults_of("dataflow=flow.yaml"))
+    Path("flow.yaml").write_text(graph.replace(", {logprobs: old_logprobs}, ref_logprobs]", "]"))
+    (found,) = [text for text in faults_of("dataflow=flow.yaml", kl) if "lacks `logprobs`" in text]
+    assert "'advantage' lacks `logprobs` and `ref_logprobs`" in found
 
 
 def test_the_warm_up_is_a_stage_in_which_the_actor_does_nothing(workspace: Path):

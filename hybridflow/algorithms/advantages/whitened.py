@@ -50,6 +50,7 @@ def reinforce_pp(
     responses: Ragged,
     gamma: float = 1.0,
     kl_coef: float = 0.0,
+    estimator: str = "k1",
     logprobs: Ragged | None = None,
     ref_logprobs: Ragged | None = None,
 ) -> Ragged:
@@ -57,15 +58,15 @@ def reinforce_pp(
 
     Hu et al., 2025 (arXiv:2501.03262), REINFORCE++ (global advantage normalisation)::
 
-        r_t = [t is the last token] * r - kl_coef * (logp_t - ref_logp_t)
+        r_t = [t is the last token] * r - kl_coef * KL_t,  KL_t = logp_t - ref_logp_t (k1)
         R_t = sum over k >= t of gamma^(k - t) r_k
         A_t = (R_t - mean R) / std R,  over every response token of the batch
 
     Args:
         rewards_S: ``[S]`` outcome rewards.
         responses: whose row lengths count; S rows.
-        logprobs, ref_logprobs: in nats, needed when ``kl_coef`` is not 0; the penalty is the k1
-            estimate, as in the paper.
+        estimator: of the KL; the paper's is k1.
+        logprobs, ref_logprobs: in nats, needed when ``kl_coef`` is not 0.
 
     Returns:
         One float32 advantage per response token.
@@ -80,7 +81,7 @@ def reinforce_pp(
         rewards_t = at_last_tokens(rewards_S[run], responses[run])
         if kl_coef and logprobs is not None and ref_logprobs is not None:
             pair = logprobs.values[span].double(), ref_logprobs.values[span].double()
-            rewards_t.sub_(kl_divergence(*pair, "k1").mul_(kl_coef))
+            rewards_t.sub_(kl_divergence(*pair, estimator).mul_(kl_coef))
         returns_T[span] = discounted_sums(rewards_t, responses[run], gamma)
     return responses.with_values(whiten_(returns_T).float())
 

@@ -10,6 +10,9 @@ from hybridflow.recipe.graph import Node
 from hybridflow.recipe.plan import Stage
 from hybridflow.recipe.ranges import LARGEST
 
+CHARGING = ("token_rewards", "reinforce_pp")
+"""Functions that take the KL off the reward where algorithm.kl.place is reward."""
+
 
 def response_faults(context: Context) -> Iterator[Fault]:
     """Losses of whole responses without their responses, or with settings of token losses."""
@@ -36,7 +39,7 @@ def critic_faults(context: Context) -> Iterator[Fault]:
     if algorithm.lagrangian and algorithm.lagrangian.start > algorithm.lagrangian.maximum:
         what = f"algorithm.lagrangian.start is above maximum={algorithm.lagrangian.maximum:g}"
         yield context.fault("algorithm.lagrangian.start", what, "lower it")
-    takers = [node for node in nodes if node.function == "token_rewards"]
+    takers = [node for node in nodes if node.function in CHARGING]
     if algorithm.kl.coef == 0 or algorithm.kl.place == "loss":
         return
     if algorithm.kl.estimator == "full":
@@ -46,7 +49,8 @@ def critic_faults(context: Context) -> Iterator[Fault]:
         yield context.fault("algorithm.kl.estimator", what, "choose k1, k2, k3 or abs")
     fix = "set algorithm.kl.place to loss, or use a dataflow with such a node: ppo"
     if not takers:
-        what = "algorithm.kl.place is reward, but the dataflow has no node of token_rewards"
+        what = "algorithm.kl.place is reward, but the dataflow has no node of "
+        what += " or ".join(CHARGING)
         yield context.fault("algorithm.kl.place", what, fix)
     for node in takers:
         if missing := sorted({"logprobs", "ref_logprobs"} - node.inputs.keys()):
@@ -142,8 +146,6 @@ def reward_faults(context: Context) -> Iterator[Fault]:
         for node in stage.graph.nodes:
             if node.function in ("gdpo", "weighted_sum"):
                 yield from _weight_faults(node)
-            if node.function == "reinforce_pp":
-                yield from _kl_faults(context, node)
 
 
 def full_kl_faults(context: Context) -> Iterator[Fault]:
@@ -197,21 +199,6 @@ def _weight_faults(node: Node) -> Iterator[Fault]:
     if isinstance(weights, list) and len(weights) != len(node.inputs):
         what = f"node '{node.name}' has {len(weights)} weights for {len(node.inputs)} rewards"
         yield Fault(node.origin, what, "give one weight per reward")
-
-
-def _kl_faults(context: Context, node: Node) -> Iterator[Fault]:
-    told = {"logprobs", "ref_logprobs"} & node.inputs.keys()
-    used = node.options.get("kl_coef", 0.0) != 0
-    if used and len(told) < 2:
-        what = f"node '{node.name}' has kl_coef, but not both `logprobs` and `ref_logprobs`"
-        fix = "add `{logprobs: old_logprobs}` and `ref_logprobs` to its inputs, or remove kl_coef"
-        yield Fault(node.origin, what, fix)
-    elif used and context.recipe.algorithm.kl.coef > 0:
-        what = f"the KL would count twice: in kl_coef of node '{node.name}' and in algorithm.kl"
-        yield Fault(node.origin, what, "set algorithm.kl.coef to 0, or remove kl_coef")
-    if told and not used:
-        what = f"node '{node.name}' takes {' and '.join(sorted(told))}, which only kl_coef reads"
-        yield Fault(node.origin, what, "give it `kl_coef`, or remove them from its inputs")
 
 
 GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm")
