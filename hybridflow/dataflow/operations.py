@@ -133,7 +133,7 @@ def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext)
 
 
 def _logprobs(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    temperature = around.team.temperature(around.stage)
+    temperature = around.team.temperature(around.stage, node)
     return around.team.groups[str(node.role)].run(ModelWorker.logprobs, batch, temperature)
 
 
@@ -143,7 +143,7 @@ def _hidden(node: Node, around: Surroundings, batch: Batch, context: StepContext
 
 def _update(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     role = str(node.role)
-    loss = around.team.loss(around.stage, role, node.options["loss"])
+    loss = around.team.loss(around.stage, node)
     if old_is_current(around.stage.graph, node):
         loss = replace(loss, old_bound=around.recipe.old_bound)
     behind: dict[str, float] = {}
@@ -178,13 +178,7 @@ def _update_values(node: Node, around: Surroundings, batch: Batch, context: Step
 
 
 def _evaluate(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
-    loss = replace(
-        around.team.loss(around.stage, str(node.role), node.options["loss"]),
-        temperature=1.0,  # the data brings the responses, also beside nodes that sample
-        correction=None,
-        off_policy_bound=None,
-        agreement_bound=None,
-    )
+    loss = around.team.loss(around.stage, node)
     return _of_run("metrics", around.team.evaluate(str(node.role), batch, loss))
 
 

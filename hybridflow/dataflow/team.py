@@ -42,9 +42,10 @@ from hybridflow.megatron.config import (
 )
 from hybridflow.recipe import catalogue
 from hybridflow.recipe.catalogue_losses import PUBLISHED_CLIP
+from hybridflow.recipe.graph import Node
 from hybridflow.recipe.own_code import OwnModule
 from hybridflow.recipe.placement import engine_slots
-from hybridflow.recipe.plan import ACTOR, Plan, Stage
+from hybridflow.recipe.plan import ACTOR, WARM_START, Plan, Stage
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_algorithm import AlgorithmSection, SapoSection
 from hybridflow.recipe.signature import MEGATRON_KINDS
@@ -169,9 +170,11 @@ class Team:
             seed=seed,
         )
 
-    def temperature(self, stage: Stage) -> float:
-        """Of the responses of a stage: the sampler's, and 1 for those that the data brings."""
-        return self.state["temperature"] if stage.generates else 1.0
+    def temperature(self, stage: Stage, node: Node) -> float:
+        """Of a node's responses: the sampler's, and 1 for those that the data bring."""
+        return (
+            self.state["temperature"] if stage.graph.is_sampled(node.inputs["responses"]) else 1.0
+        )
 
     def value_loss(self, stage: Stage, role: str, name: str) -> ValueLossSettings:
         """How a critic turns a batch of ``stage`` into optimizer steps."""
@@ -194,9 +197,10 @@ class Team:
             "lr_scale": self.state[f"{role}_lr"] / training.optimizer.lr,
         }
 
-    def loss(self, stage: Stage, role: str, name: str) -> LossSettings:
-        """How a policy turns a batch of ``stage`` into optimizer steps."""
-        algorithm = self.recipe.algorithm
+    def loss(self, stage: Stage, node: Node) -> LossSettings:
+        """How a policy's node of ``stage`` turns a batch into a loss, and that into optimizer
+        steps."""
+        role, name, algorithm = str(node.role), node.options["loss"], self.recipe.algorithm
         entry = catalogue.LOSSES.get(name)
         low, high = algorithm.clip_bounds(PUBLISHED_CLIP if entry is None else entry.clip)
         gate = algorithm.sapo or SapoSection()
@@ -212,9 +216,8 @@ class Team:
             kl_estimator=algorithm.kl.estimator,
             **(_corrections(algorithm, self.state) if of_samples else {}),
             preference=PreferenceSettings(**algorithm.preference.model_dump()),
-            aggregation=algorithm.aggregation,
-            loss_divisor=algorithm.loss_divisor or LossSettings.loss_divisor,
-            temperature=self.temperature(stage),
+            **_average(algorithm, stage),
+            temperature=self.temperature(stage, node),
             **self._passes(stage, role),
             agreement_threshold=algorithm.agreement.threshold,
             agreement_bound=algorithm.agreement.bound if of_samples else None,
@@ -342,6 +345,17 @@ def _pays_kl(algorithm: AlgorithmSection, stage: Stage, role: str) -> bool:
     updates = [n for n in stage.graph.nodes if n.role == role and n.call == "update"]
     given = {name for node in updates for name in node.inputs}
     return algorithm.kl.place == "loss" and bool(given & {"ref_logprobs", "ref_hidden"})
+
+
+def _average(algorithm: AlgorithmSection, stage: Stage) -> dict[str, Any]:
+    """How the losses of tokens become one number: a warm start's is the mean, whatever the
+    algorithm behind it takes."""
+    if stage.name == WARM_START:
+        return {}
+    return {
+        "aggregation": algorithm.aggregation,
+        "loss_divisor": algorithm.loss_divisor or LossSettings.loss_divisor,
+    }
 
 
 def _corrections(algorithm: AlgorithmSection, state: SharedState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hybridflow.recipe.catalogue import GRAPH_INPUTS
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.graph import Graph
 from hybridflow.recipe.graph_check import type_faults
-from hybridflow.recipe.plan import ACTOR, Plan, Pool, Stage, Training
+from hybridflow.recipe.plan import ACTOR, WARM_START, Plan, Pool, Stage, Training
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.section import OptimizerSection
 from hybridflow.recipe.signature import MEGATRON_KINDS
@@ -48,7 +48,7 @@ def _warm_start(recipe: Recipe) -> tuple[Stage | None, list[Fault]] | None:
         ("warm_start",),
         warm.dataflow,
         {
-            "name": "warm_start",
+            "name": WARM_START,
             "steps": warm.steps,
             "data": warm.train or recipe.data.train,
             "prompts_per_step": warm.prompts_per_step,

@@ -139,6 +139,22 @@ class Graph:
         """Field -> the node that puts it out."""
         return {name: node for node in self.nodes for name in node.outputs.values()}
 
+    def is_sampled(self, name: str) -> bool:
+        """Whether a field stems from a ``generate``, be it through functions; else the data bring
+        it."""
+        makers = {self.producers[name].name} if name in self.producers else set()
+        while (
+            fresh := {
+                self.producers[given].name
+                for maker in makers
+                for given in self.node(maker).inputs.values()
+                if given in self.producers
+            }
+            - makers
+        ):
+            makers |= fresh
+        return any(self.node(maker).call == "generate" for maker in makers)
+
     def dependencies(self, node: Node) -> frozenset[str]:
         """Names of the nodes that must end before ``node`` starts.
 

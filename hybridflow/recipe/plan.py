@@ -12,6 +12,8 @@ from hybridflow.recipe.source import KeyPath
 from megatron_bridge.layout import ParallelLayout
 
 ACTOR = "actor"
+WARM_START = "warm_start"
+"""The stage before all others, where a recipe has one."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def _clip(value: Any) -> Any:
     bounds = value if isinstance(value, list) else [value]
     pair = len(bounds) == (2 if isinstance(value, list) else 1)
     numbers = all(_is_number(b) and 0 < b < math.inf for b in bounds)
-    if not pair or not numbers or bounds[0] >= 1:
-        what = f"must be a number between 0 and 1 or [low, high], low below 1, not {value!r}"
+    if not pair or not numbers:
+        what = f"must be a number above 0 or two of them, [low, high], not {value!r}"
         raise Wrong(what, "write `clip: 0.2` or `clip: [0.2, 0.28]`")
     return [float(b) for b in bounds] if isinstance(value, list) else float(value)
 

@@ -1,5 +1,6 @@
 """Every dataflow without a critic trains the tiny model: a real engine, a real rollout server."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ PUBLISHED = {
 def test_a_loss_has_the_bounds_of_its_paper_where_the_recipe_tells_none(make_recipe, name) -> None:
     for told, bounds in (("null", PUBLISHED[name]), ("[0.1, 0.3]", (0.1, 0.3))):
         plan = compile_recipe(make_recipe(f"algorithm.clip={told}", "warm_start=null"))
-        loss = team_of(plan).loss(plan.stages[-1], "actor", name)
+        node = replace(plan.stages[-1].graph.node("update"), options={"loss": name})
+        loss = team_of(plan).loss(plan.stages[-1], node)
         assert (loss.clip_low, loss.clip_high) == bounds
 
 
@@ -109,12 +111,37 @@ def team_of(plan: Plan) -> Team:
 
 def test_a_model_beside_the_policy_has_no_correction(make_recipe, tmp_path) -> None:
     """PRIME's learns from outcomes: it gets neither old nor the rollout's log-probabilities."""
-    told = ("algorithm.rollout_correction={method: masked, high: 2}", "algorithm.entropy_coef=0.1")
+    told = (
+        *("algorithm.rollout_correction={method: masked, high: 2}", "algorithm.entropy_coef=0.1"),
+        "roles.rollout.sampling.temperature=0.5",
+    )
     plan = compile_recipe(make_recipe(*overrides_of("prime", tmp_path), *told))
     team, stage = team_of(plan), plan.stages[-1]
-    policy, process = team.loss(stage, "actor", "ppo_clip"), team.loss(stage, "prm", "prime")
+    policy, process = (team.loss(stage, stage.graph.node(n)) for n in ("update", "learn"))
     assert policy.correction is not None and policy.entropy_coef == 0.1
     assert process.correction is None and process.entropy_coef == 0
+    assert process.temperature == policy.temperature == 0.5
+
+
+def test_what_the_data_bring_is_not_of_the_samplers_temperature(make_recipe, tmp_path) -> None:
+    """Demonstrations beside a rollout, and the warm start, whose average is not the algorithm's."""
+    told = (
+        *("roles.rollout.sampling.temperature=0.5", "algorithm.entropy_coef=0.1"),
+        *("algorithm.aggregation=constant", "algorithm.loss_divisor=5.0"),
+        "warm_start={steps: 1, prompts_per_step: 4, lr: 1e-3}",
+    )
+    plan = compile_recipe(make_recipe(*overrides_of("grpo", tmp_path), *told))
+    team, (warm, main) = team_of(plan), plan.stages
+    policy = team.loss(main, main.graph.node("update"))
+    assert (policy.temperature, policy.aggregation, policy.loss_divisor) == (0.5, "constant", 5)
+    supervised = {"responses": "targets"}
+    beside = replace(
+        main.graph.node("update"), inputs=supervised, options={"loss": "cross_entropy"}
+    )
+    loss = team.loss(main, beside)
+    assert (loss.temperature, loss.entropy_coef, loss.aggregation) == (1, 0, "constant")
+    loss = team.loss(warm, warm.graph.node("update"))
+    assert (loss.temperature, loss.aggregation, loss.loss_divisor) == (1, "token_mean", 1)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ SETTINGS = [
         "in a warm start",
         "on the data's answers",
     ),
-    ("algorithm.clip=[0.2, .inf]", "must be a number between 0 and 1", "`clip: [0.2, 0.28]`"),
+    ("algorithm.clip=[0.2, .inf]", "must be a number above 0", "`clip: [0.2, 0.28]`"),
     ("algorithm.agreement=null", "must be a mapping", "bound: null, old_bound: null}`"),
     ("dataflow={nodes: {}}", "command line: the dataflow has no nodes", "add nodes"),
     ("data.eval=null", "no data to evaluate on", "data.eval"),

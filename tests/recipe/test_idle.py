@@ -66,6 +66,8 @@ def faults_of(*overrides: str) -> list[str]:
 
 SFT = ("dataflow=sft", "data.samples_per_prompt=1", "roles.reference=null", "roles.reward=null")
 CRITIC = "roles.critic={optimizer: {lr: 1e-4}, colocate: actor}"
+WARM = "warm_start={steps: 1, prompts_per_step: 4, lr: 1e-3}"
+PAIRS = ("data.samples_per_prompt=1", "roles.reward=null", "algorithm.kl={}")
 IDLE = [
     (["data.label_column=x"], "data.label_column does nothing: it is for the inputs labels"),
     (["data.turns=last"], "reads no conversations. Fix: remove it, or set data.messages_column"),
@@ -87,6 +89,10 @@ IDLE = [
             "agreement.threshold": "agreement.threshold=0.1",
             "rollout_correction": "rollout_correction={method: masked, high: 2.0}",
         }.items()
+    ),
+    (
+        ["dataflow=dpo", "algorithm.aggregation=sequence_mean_token_sum", WARM, *PAIRS],
+        "algorithm.aggregation does nothing",
     ),
     (["algorithm.kl={coef: 0, estimator: k1}"], "kl.estimator does nothing: there is no KL to"),
     (["algorithm.kl={coef: 0, place: reward}"], "kl.place does nothing: algorithm.kl.coef is 0"),

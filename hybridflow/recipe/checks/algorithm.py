@@ -76,6 +76,27 @@ def aggregation_faults(context: Context) -> Iterator[Fault]:
         )
 
 
+def clip_faults(context: Context) -> Iterator[Fault]:
+    """A lower bound of ratios that no ratio can meet."""
+    clip = context.recipe.algorithm.clip
+    low = clip[0] if isinstance(clip, list) else clip
+    if low is None or low < 1:
+        return
+    losses = {
+        str(node.options.get("loss")) for stage in context.stages for node in stage.graph.nodes
+    }
+    bounded = [name for name in sorted(losses) if "clip" in _settings(name)]
+    if bounded and not {"gmpo", "cispo"} & {*bounded}:
+        what = f"algorithm.clip={low:g} bounds the ratio of {bounded[0]} below 1 - {low:g}"
+        fix = "write `clip: 0.2` or `clip: [0.2, 0.28]`; only gmpo's bounds are of logarithms"
+        yield context.fault("algorithm.clip", f"{what}, where no ratio can be", fix)
+
+
+def _settings(name: str) -> tuple[str, ...]:
+    loss = LOSSES.get(name)
+    return () if loss is None else loss.settings
+
+
 def sequence_faults(context: Context) -> Iterator[Fault]:
     """Advantages per token for a loss of whole responses."""
     for stage in context.stages:
@@ -206,6 +227,7 @@ GRAPHS = ("dataflow", "warm_start.dataflow", "roles.*", "algorithm")
 CHECKS = (
     Check(GRAPHS, critic_faults),
     Check(("algorithm", "roles.rollout"), aggregation_faults),
+    Check(GRAPHS, clip_faults),
     Check(GRAPHS, sequence_faults),
     Check((*GRAPHS, "data"), response_faults),
     Check((*GRAPHS, "data"), adaptive_faults),

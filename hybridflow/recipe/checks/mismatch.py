@@ -14,7 +14,7 @@ NEEDS = {
     "off_policy_mask": ("rollout_logprobs",),
     "agreement.bound": ("rollout_logprobs",),
 }
-"""Settings, and what each update of sampled tokens must be given for them."""
+"""Settings, and what each update by advantages must be given for them."""
 
 
 def bound_faults(context: Context) -> Iterator[Fault]:
@@ -42,7 +42,7 @@ def _lowest(told: RolloutCorrectionSection) -> float:
 
 
 def need_faults(context: Context) -> Iterator[Fault]:
-    """Settings whose fields an update of sampled tokens is not given."""
+    """Settings whose fields an update by advantages is not given."""
     algorithm = context.recipe.algorithm
     told = {
         "rollout_correction": algorithm.rollout_correction,
@@ -50,18 +50,16 @@ def need_faults(context: Context) -> Iterator[Fault]:
         "agreement.bound": algorithm.agreement.bound,
     }
     for key in (key for key, value in told.items() if value is not None):
-        for stage, node in _sampled_updates(context):
-            has_advantages = "advantages" in LOSSES[str(node.options["loss"])].needs
-            if has_advantages or key != "off_policy_mask":
-                yield from _need_faults(stage, node, key)
+        for stage, node in _policy_updates(context):
+            yield from _need_faults(stage, node, key)
 
 
-def _sampled_updates(context: Context) -> Iterator[tuple[Stage, Node]]:
-    """Updates by a loss of tokens, in stages that sample."""
+def _policy_updates(context: Context) -> Iterator[tuple[Stage, Node]]:
+    """Updates by advantages, in stages that sample."""
     for stage in context.stages:
         for node in stage.graph.nodes if stage.generates else ():
             loss = LOSSES.get(str(node.options.get("loss"))) if node.call == "update" else None
-            if loss is not None and loss.samples is None:
+            if loss is not None and "advantages" in loss.needs:
                 yield stage, node
 
 

@@ -82,7 +82,7 @@ def _column(key: str) -> Reader:
 
 
 _POLICY = "no update of the dataflow has a loss with advantages"
-_SAMPLED = "no update of the dataflow has a loss of tokens that were sampled"
+_SAMPLED = "no update of the dataflow has a loss with advantages of responses that it samples"
 _TOKENS = "no loss of the dataflow is of tokens"
 _UNTRAINED = "no node of a stage that reads it updates the role"
 
@@ -150,7 +150,7 @@ _ALGORITHM = (
         "algorithm.aggregation": Reader(lambda use, _: averages(use), _TOKENS),
         "algorithm.loss_divisor": Reader(lambda use, _: averages(use), _TOKENS),
         "algorithm.rollout_correction": Reader(
-            lambda use, _: any(use.token_losses("update", sampled=True)), _SAMPLED
+            lambda use, _: any(use.policy_updates(sampled=True)), _SAMPLED
         ),
         "algorithm.rollout_correction.low": Reader(
             lambda use, _: use.recipe.algorithm.rollout_correction.method != "truncated",  # pyright: ignore
@@ -158,11 +158,7 @@ _ALGORITHM = (
             "remove it, or use `masked` or `rejection`",
         ),
         "algorithm.off_policy_mask": Reader(
-            lambda use, _: any(
-                "advantages" in LOSSES[str(node.options["loss"])].needs
-                for node in use.token_losses("update", sampled=True)
-            ),
-            _POLICY,
+            lambda use, _: any(use.policy_updates(sampled=True)), _SAMPLED
         ),
         "algorithm.agreement.threshold": Reader(
             lambda use, _: any(
@@ -171,7 +167,7 @@ _ALGORITHM = (
             "no update of the dataflow takes `rollout_logprobs`",
         ),
         "algorithm.agreement.bound": Reader(
-            lambda use, _: any(use.token_losses("update", sampled=True)), _SAMPLED
+            lambda use, _: any(use.policy_updates(sampled=True)), _SAMPLED
         ),
         "algorithm.agreement.old_bound": Reader(
             lambda use, _: own_old(use),
@@ -179,9 +175,7 @@ _ALGORITHM = (
         ),
     }
     | {
-        f"algorithm.{key}": Reader(
-            lambda use, _: any(use.token_losses("update", sampled=True)), _SAMPLED
-        )
+        f"algorithm.{key}": Reader(lambda use, _: any(use.policy_updates(sampled=True)), _SAMPLED)
         for key in ("entropy", "entropy_coef")
     }
 )

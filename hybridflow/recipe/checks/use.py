@@ -1,7 +1,7 @@
 """What the nodes of a recipe's graphs do, as far as settings depend on it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.recipe.catalogue import (
     FUNCTIONS,
@@ -11,7 +11,7 @@ from hybridflow.recipe.catalogue import (
     column_keys,
 )
 from hybridflow.recipe.graph import Node
-from hybridflow.recipe.plan import ACTOR, Plan, Stage
+from hybridflow.recipe.plan import ACTOR, WARM_START, Plan, Stage
 from hybridflow.recipe.schema import Recipe
 
 LOOKS = ("update", "evaluate")
@@ -39,17 +39,18 @@ class Use:
         """Whether a loss or function declares that it reads ``algorithm.SETTING``."""
         return any(setting in settings_of(node) for _, node in self.nodes())
 
-    def token_losses(self, *calls: str, sampled: bool = False) -> Iterator[Node]:
-        """Nodes with a loss of tokens; ``sampled``: of responses that their stage samples."""
-        for stage, node in self.nodes(*calls):
+    def token_losses(self, *calls: str) -> Iterator[Node]:
+        """Nodes with a loss of tokens."""
+        for _, node in self.nodes(*calls):
             loss = LOSSES.get(str(node.options.get("loss")))
-            if loss is not None and loss.samples is None and (stage.generates or not sampled):
+            if loss is not None and loss.samples is None:
                 yield node
 
-    def policy_updates(self) -> Iterator[Node]:
-        """Updates by advantages."""
-        for node in self.token_losses("update"):
-            if "advantages" in LOSSES[str(node.options["loss"])].needs:
+    def policy_updates(self, *, sampled: bool = False) -> Iterator[Node]:
+        """Updates by advantages; ``sampled``: in stages that sample."""
+        for stage, node in self.nodes("update"):
+            loss = LOSSES.get(str(node.options["loss"]))
+            if loss is not None and "advantages" in loss.needs and (stage.generates or not sampled):
                 yield node
 
     def inputs(self) -> set[str]:
@@ -99,8 +100,9 @@ def estimates_kl(use: Use) -> bool:
 
 
 def averages(use: Use) -> bool:
-    """Whether a loss is of a policy's tokens."""
-    return any(use.token_losses(*LOOKS))
+    """Whether a loss of a policy's tokens may be averaged otherwise: a warm start's never is."""
+    stages = tuple(stage for stage in use.plan.stages if stage.name != WARM_START)
+    return any(Use(replace(use.plan, stages=stages)).token_losses(*LOOKS))
 
 
 def whitens(use: Use) -> bool:
