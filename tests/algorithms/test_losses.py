@@ -99,6 +99,16 @@ def test_aggregation_is_the_same_for_every_split(lengths, data):
         assert total / norm == pytest.approx(float(naive(aggregation, rows)), rel=1e-5)
 
 
+def test_which_responses_count():
+    """One that has nothing to say counts, one that has lost all its tokens does not."""
+    lengths_S = torch.tensor([2, 0, 1])
+    kept_T = torch.tensor([False, False, True])
+    for aggregation in AGGREGATIONS.keys() - {"token_mean"}:
+        assert token_weights(aggregation, lengths_S)[1] == 3, aggregation
+        assert token_weights(aggregation, lengths_S, kept_T=kept_T)[1] == 2, aggregation
+    assert token_weights("token_mean", lengths_S, kept_T=kept_T)[1] == 1
+
+
 def test_unknown_aggregation_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'token_mean'"):
         token_weights("tokenmean", torch.tensor([1]))

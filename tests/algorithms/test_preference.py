@@ -148,6 +148,20 @@ def test_by_hand():
     assert losses["kto"] == pytest.approx([0.5, 0.5])
 
 
+def test_a_baseline_is_of_the_models_own_tokens():
+    logprobs = Ragged.from_rows([[-1.0, -2.0], [-0.5, -3.0]])
+    zero = logprobs.with_values(torch.zeros(4))
+    fields = {
+        "logprobs": zero,
+        "ref_logprobs": logprobs,
+        "response_mask": logprobs.with_values(torch.tensor([True, False, True, False])),
+    }
+    batch = Batch(fields, dict.fromkeys(fields, Axis.TOKENS), prompts=2)
+    masked = FUNCTIONS["kto_baseline"](batch, FunctionContext())["kl_baseline"]
+    whole = FUNCTIONS["kto_baseline"](batch.select(list(fields)[:2]), FunctionContext())
+    assert (masked, whole["kl_baseline"]) == (0.75, 3.25)
+
+
 @given(st.floats(-80, -1e-6), st.floats(-80, -1e-6))
 def test_odds_are_finite_at_both_ends(chosen: float, rejected: float):
     pair = Responses(torch.tensor([chosen, rejected]).requires_grad_(), torch.tensor([1, 1]))
