@@ -74,7 +74,11 @@ SETTINGS = [
     (["dataflow=rloo", "algorithm.normalize_by_std=false"], "has no group_relative", "remove it"),
     (["algorithm.loss_divisor=4.0"], "does nothing under aggregation=token_mean", "to constant"),
     (["algorithm.aggregation=constant"], "lacks algorithm.loss_divisor", "loss_divisor: 4"),
-    (["algorithm.clip=20"], "clip=20 bounds the ratio of ppo_clip below 1 - 20", "`clip: 0.2`"),
+    (
+        ["algorithm.clip=[20, 0.3]"],
+        "clip=20 bounds the ratio of ppo_clip below 1 - 20",
+        "`clip: 0.2`",
+    ),
     (["algorithm.dual_clip=1.0"], "`algorithm.dual_clip` must be greater than 1", ""),
     (["algorithm.sapo={tau: 1.0}"], "unknown key 'tau'", "valid: tau_negative"),
     (["algorithm.loss_divisor=0.0"], "must be greater than 0", ""),
