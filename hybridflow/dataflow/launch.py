@@ -142,9 +142,22 @@ def _open_folder(
             "--resume, or name the run's folder with output=DIR"
         )
     stack.enter_context(folder.held())
-    folder.check_same_recipe(resolved_yaml(plan.recipe))
+    recipe = resolved_yaml(plan.recipe)
+    folder.check_same_recipe(recipe)
+    _require_steps_left(plan, found[-1])
+    folder.write_recipe(recipe)
     folder.remove_partial()
     return folder, found[-1]
+
+
+def _require_steps_left(plan: Plan, checkpoint: Checkpoint) -> None:
+    """ValueError when the recipe asks for fewer steps than the run has made."""
+    done, stage = checkpoint.progress.step, plan.stages[checkpoint.progress.stage_index]
+    if done > stage.steps:
+        raise ValueError(
+            f"--resume: {checkpoint.folder} was written after step {done} of stage '{stage.name}', "
+            f"which has {stage.steps} by the recipe; ask for at least {done} steps"
+        )
 
 
 def _compare_data(
@@ -181,10 +194,16 @@ def _ending(folder: RunFolder, records: Records, begin_end: Callable[[], None]) 
         yield
     except BaseException as cause:
         begin_end()
-        records.writer.event("error", f"{type(cause).__name__}: {cause}")
-        if (folder.path / "metrics.jsonl").stat().st_size:
-            write_report(folder.path)
+        try:
+            records.writer.event("error", f"{type(cause).__name__}: {cause}")
+            if (folder.path / "metrics.jsonl").stat().st_size:
+                write_report(folder.path)
+        except Exception as problem:  # noqa: BLE001 - why the run ended is what must be told
+            cause.add_note(f"recording the end failed too: {problem}")
         raise
     begin_end()
     records.writer.event("finish", "every stage ended")
-    records.event("report", str(write_report(folder.path)))
+    try:
+        records.event("report", str(write_report(folder.path)))
+    except (OSError, ValueError) as problem:  # the run itself is whole
+        records.event("warning", f"there is no report: {problem}")

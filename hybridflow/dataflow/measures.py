@@ -60,10 +60,8 @@ def source_means(
         seen: values that have a metric, in the order of their first step; new ones are added while
             there is room, so that a value is the same curve in every step.
     """
-    if "answers" not in score.inputs:  # a model that scores, which sees no rows
-        return {}
     result = outcome.results[score.name]
-    answers = score.inputs.get("answers", "")  # a reward model reads none
+    answers = score.inputs.get("answers", "")  # a model that scores reads none
     rows = outcome.fields[answers].data if answers in outcome.fields else []
     if len(rows) != result.prompts or not rows:
         return {}

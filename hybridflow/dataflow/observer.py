@@ -35,6 +35,7 @@ class Observer:
         decode: turns rows of token ids into texts.
         source_column: of the data, whose values get mean rewards of their own.
         lead: the role whose updates are ``update/...``; those of others have their role's name.
+            Further ones of a role in the same step have their node's name too.
         sources: values of the column that have a metric, by the metric; grows by new ones.
     """
 
@@ -48,7 +49,6 @@ class Observer:
         sources: dict[str, list[str]] | None = None,
     ) -> None:
         self._decode, self._graph, self._source = decode, graph, source_column
-        self._lead = lead
         evaluated = _reached_from(graph, "eval_")
         self._evaluated = evaluated
         self._generating = [n for n in graph.nodes if _is(n, kinds, "rollout", "generate")]
@@ -58,6 +58,8 @@ class Observer:
         ]
         self._updating = [n for n in graph.nodes if n.role is not None and n.call == "update"]
         self._measuring = [n for n in graph.nodes if n.role is not None and n.call == "evaluate"]
+        self._prefixes = _prefixes(self._updating, lambda n: "update" if n.role == lead else n.role)
+        self._prefixes |= _prefixes(self._measuring, lambda n: "eval")
         self._loops = [n for n in graph.nodes if n.repeat_until is not None]
         self._publishing = [n for n in graph.nodes if _is(n, kinds, "model", "publish")]
         self._training_scores = [n for n in self._scoring if n.name not in evaluated]
@@ -86,13 +88,14 @@ class Observer:
             found |= kept_metrics(node, outcome)
         for node in self._ran(self._updating, outcome):
             measured = outcome.results[node.name]["metrics"]
-            prefix = "update" if node.role == self._lead else node.role
+            prefix = self._prefixes[node.name]
             found |= {f"{prefix}/{name}": value for name, value in measured.items()}
             found[f"{prefix}/seconds"] = outcome.timings.seconds[node.name]
             found |= advantage_metrics(node, outcome)
         for node in self._ran(self._measuring, outcome):
             measured = outcome.results[node.name]["metrics"]
-            found |= {f"eval/{name}": value for name, value in measured.items()}
+            prefix = self._prefixes[node.name]
+            found |= {f"{prefix}/{name}": value for name, value in measured.items()}
         for node in self._ran(self._publishing, outcome):
             found["weights/version"] = float(outcome.results[node.name]["weight_version"])
             if published is not None:
@@ -254,6 +257,16 @@ def _first_of_role(scoring: list[Node], evaluated: frozenset[str]) -> frozenset[
     for node in scoring:
         first.setdefault((node.role, node.name in evaluated), node.name)
     return frozenset(first.values())
+
+
+def _prefixes(nodes: list[Node], name_of: Callable[[Node], str | None]) -> dict[str, str]:
+    """Before each node's metrics: ``name_of`` it where no other has that name, or it is the first
+    that takes advantages, which are what a step is about; else also the node's name."""
+    found: dict[str, str] = {}
+    for node in sorted(nodes, key=lambda n: "advantages" not in n.inputs):
+        name = str(name_of(node))
+        found[node.name] = f"{name}/{node.name}" if name in found.values() else name
+    return found
 
 
 def _is_part(field: str) -> bool:

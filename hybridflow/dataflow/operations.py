@@ -122,7 +122,9 @@ def _place(node: Node, stage: Stage) -> int:
 def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext) -> Batch:
     role = str(node.role)
     section = around.recipe.roles.rewards()[role]
-    seconds = section.timeout_seconds + SCORE_GRACE_SECONDS
+    # Nodes of one role may be called at once, and its workers serve them one after the other.
+    nodes = sum(other.role == role for other in around.stage.graph.nodes)
+    seconds = nodes * section.timeout_seconds + SCORE_GRACE_SECONDS
     result, repaired = around.team.score(role, batch, seconds)
     if repaired:
         around.tell("repair", f"step {context.step}: {repaired}")

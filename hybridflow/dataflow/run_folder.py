@@ -123,7 +123,9 @@ class RunFolder:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old.folder)
+            half = old.folder.with_name(old.folder.name + ".partial")
+            old.folder.rename(half)  # a run that is killed within leaves no half one that counts
+            shutil.rmtree(half)
         return final
 
     def check_same_recipe(self, resolved_recipe: str) -> None:
@@ -145,7 +147,6 @@ class RunFolder:
                 f"--resume: the recipe differs from {self.path / RECIPE_FILE} in "
                 f"{', '.join(changed)}; put these back, or start a new run with another output"
             )
-        self.write_recipe(resolved_recipe)
 
     def note_version(self, version: int) -> None:
         """Keep that weights are published under this number, before anyone sees them."""

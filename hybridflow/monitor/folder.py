@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hybridflow.monitor.jsonl import Row, decode_numbers, parse_line, read_rows
+from hybridflow.monitor.jsonl import Row, decode_numbers, lines_backwards, parse_line, read_rows
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -14,7 +14,6 @@ RECIPE = "recipe.yaml"
 REPORT = "report.html"
 CURVE = "reward_curve.png"
 
-_TAIL_BLOCK = 1 << 20
 _NAME = re.compile(r"^name:\s*['\"]?([^'\"#\n]+)", re.MULTILINE)
 
 
@@ -75,7 +74,8 @@ def last_rollouts(folder: str | Path) -> list[Row]:
     path = Path(folder) / ROLLOUTS
     if not path.exists():
         return []
-    rows = _same_step(map(decode_numbers, _read_backwards(path)))
+    parsed = (parse_line(line, path, "near the end") for _, line in lines_backwards(path))
+    rows = _same_step(decode_numbers(row) for row in parsed if row is not None)
     return rows[::-1]
 
 
@@ -91,20 +91,3 @@ def _same_step(rows: Iterable[Row]) -> list[Row]:
 
 def _place(row: Row) -> tuple[object, object]:
     return row.get("stage"), row.get("step")
-
-
-def _read_backwards(path: Path) -> Iterator[Row]:
-    """The file's rows, last first."""
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        rest = b""
-        while end > 0:
-            start = max(0, end - _TAIL_BLOCK)
-            file.seek(start)
-            lines = (file.read(end - start) + rest).splitlines(keepends=True)
-            rest = lines.pop(0) if start > 0 else b""
-            for line in reversed(lines):
-                row = parse_line(line, path, "near the end")
-                if row is not None:
-                    yield row
-            end = start

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Row = dict[str, Any]
+TAIL_BLOCK = 1 << 20
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -89,16 +90,41 @@ def parse_line(line: bytes, path: Path, number: int | str) -> Row | None:
     return row
 
 
-def keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
-    """Rewrite the file with the rows that ``keep`` accepts (aside, then rename)."""
+def lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The file's lines, last first, each with the place at which it begins."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        rest = b""
+        while end > 0:
+            start = max(0, end - TAIL_BLOCK)
+            file.seek(start)
+            block = file.read(end - start) + rest
+            place = start + len(block)
+            lines = block.splitlines(keepends=True)
+            rest = lines.pop(0) if start > 0 else b""
+            for line in reversed(lines):
+                place -= len(line)
+                yield place, line
+            end = start
+
+
+def cut_tail(path: Path, keep: Callable[[Row], bool]) -> None:
+    """Cut the file after the last row that ``keep`` accepts, and so a torn last line too.
+
+    Only what goes is read: the file of a long run is too large to be written anew.
+    """
     if not path.exists():
         return
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("wb") as target, path.open("rb") as source:
-        for number, line in enumerate(source, start=1):
-            row = parse_line(line, path, number)
-            if row is not None and keep(row):
-                target.write(line if line.endswith(b"\n") else line + b"\n")
-        target.flush()
-        os.fsync(target.fileno())
-    aside.replace(path)
+    end, whole = 0, True
+    for place, line in lines_backwards(path):
+        row = parse_line(line, path, "near the end")
+        if row is not None and keep(row):
+            end, whole = place + len(line), line.endswith(b"\n")
+            break
+    with path.open("r+b") as file:
+        file.truncate(end)
+        if not whole:
+            file.seek(end)
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,5 +1,7 @@
 """The live panel: progress, metrics, a reward sparkline, and the time of each node."""
 
+import math
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -52,7 +54,7 @@ def _metrics(progress: Progress) -> RenderableType:
 
 def _sparkline(progress: Progress, width: int) -> RenderableType:
     """The rewards of the latest steps, scaled between the lowest and highest shown."""
-    values = [value for value in progress.rewards if value == value][-max(10, width - 30) :]
+    values = [value for value in progress.rewards if math.isfinite(value)][-max(10, width - 30) :]
     if not values:
         return Text("reward  not a number", style="red")
     low, high = min(values), max(values)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from hybridflow.monitor import folder as files
-from hybridflow.monitor.jsonl import NON_FINITE, Row, encode, keep_rows, open_append, plain
+from hybridflow.monitor.jsonl import NON_FINITE, Row, cut_tail, encode, open_append, plain
 from hybridflow.monitor.tensorboard import ScalarWriter
 
 
@@ -148,9 +148,9 @@ def _cut_back(folder: Path, resume_step: int, resume_stage: str | None) -> None:
             return stage not in later
         return int(row["step"]) <= resume_step
 
-    keep_rows(folder / files.METRICS, keep)
-    keep_rows(folder / files.ROLLOUTS, keep)
-    keep_rows(folder / files.EVENTS, lambda row: True)
+    cut_tail(folder / files.METRICS, keep)
+    cut_tail(folder / files.ROLLOUTS, keep)
+    cut_tail(folder / files.EVENTS, lambda row: True)
 
 
 def _later_stages(folder: Path, resume_stage: str | None) -> set[str]:

@@ -81,11 +81,19 @@ class RewardModel:
         if self._pads:
             self._model.config.pad_token_id = pad
 
-    def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """One logit per item."""
-        rows = [self._ids(item) for item in items]
-        parts = [rows] if self._pads else [[row] for row in rows]
-        return [score for part in parts for score in self._logits(part)]
+    def score(self, items: Sequence[RewardItem]) -> list[float | ValueError]:
+        """One logit per item, and a ``ValueError`` in the place of one that cannot be read."""
+        read = [self._try_ids(item) for item in items]
+        rows = [row for row in read if not isinstance(row, ValueError)]
+        parts = [rows] if self._pads and rows else [[row] for row in rows]
+        scores = iter([score for part in parts for score in self._logits(part)])
+        return [row if isinstance(row, ValueError) else next(scores) for row in read]
+
+    def _try_ids(self, item: RewardItem) -> list[int] | ValueError:
+        try:
+            return self._ids(item)
+        except ValueError as error:
+            return error
 
     def _logits(self, rows: list[list[int]]) -> list[float]:
         import torch

@@ -118,12 +118,15 @@ class RewardWorker:
             owner = _owners(batch["responses"])
             zero = torch.zeros(batch.samples)
             parts = [zero.index_add(0, owner, part) for part in parts]
-            _require_finite(dict(zip(self._names(), parts, strict=True)), items)
-            fields["rewards"] = Axis.SAMPLES, zero.index_add(0, owner, total)
-            _require_finite({" + ".join(self._names()): fields["rewards"][1]}, items)
+            rewards = zero.index_add(0, owner, total)
         else:
             parts = [torch.tensor(part, dtype=torch.float32) for part in values]
-            fields["rewards"] = Axis.SAMPLES, self._weighted(parts)
+            rewards = self._weighted(parts)
+        for function, part in zip(self._functions, parts, strict=True):
+            _require_finite(function.function, part, items)
+        terms = " + ".join(f"{f.weight:g} * {f.name}" for f in self._functions)
+        _require_finite(terms, rewards, items)
+        fields["rewards"] = Axis.SAMPLES, rewards
         for (function, found), part in zip(pairs, parts, strict=True):
             if len(pairs) > 1:
                 fields[f"{COMPONENT}:{function.name}"] = Axis.SAMPLES, part
@@ -160,14 +163,7 @@ class RewardWorker:
         weights = [function.weight for function in self._functions]
         total = sum(w * part.double() for w, part in zip(weights, parts, strict=True))
         assert isinstance(total, Tensor)
-        total = total.float()
-        if not total.isfinite().all():
-            names = " + ".join(f"{f.weight:g} * {f.name}" for f in self._functions)
-            raise RewardError(f"the sum {names} is beyond what float32 holds; lower the weights")
-        return total
-
-    def _names(self) -> list[str]:
-        return [function.function for function in self._functions]
+        return total.float()
 
     def _report(
         self,
@@ -197,13 +193,15 @@ class RewardWorker:
         functions = [
             replace(f, parameters=parameters.get(f.name, f.parameters)) for f in self._functions
         ]
-        scorers = [self._scorer(function) for function in functions]
+        scorers: list[Scorer] = []
         self._next = functions, scorers
         try:
+            for function in functions:
+                scorers.append(self._scorer(function))  # noqa: PERF401 - each is there to be closed
             for function, scorer in zip(functions, scorers, strict=True):
                 scorer.wait_until_ready()
                 self._try(function, scorer)
-        except (ValueError, RewardError) as error:
+        except (ValueError, OSError, RewardError) as error:
             return str(error)
         return None
 
@@ -239,13 +237,12 @@ def _owners(responses: Ragged) -> Tensor:
     return torch.arange(len(responses)).repeat_interleave(responses.lengths)
 
 
-def _require_finite(sums: Mapping[str, Tensor], items: Sequence[RewardItem]) -> None:
-    """``RewardError`` for sums of token rewards, ``[samples]`` by function, beyond float32."""
-    for name, rewards_S in sums.items():
-        wrong = (~rewards_S.isfinite()).nonzero().flatten().tolist()
-        if wrong:
-            text = "the sum of its token rewards is beyond what float32 holds; scale them"
-            raise RewardError(complaint(name, items[wrong[0]], wrong[0], text))
+def _require_finite(name: str, sums_S: Tensor, items: Sequence[RewardItem]) -> None:
+    """``RewardError`` where a sum, over tokens or functions, is beyond float32."""
+    wrong = (~sums_S.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        text = "the sum is beyond what float32 holds; scale the values, or lower the weights"
+        raise RewardError(complaint(name, items[wrong[0]], wrong[0], text))
 
 
 def _failures(outcomes: Sequence[Outcome]) -> Tensor:

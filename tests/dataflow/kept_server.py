@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster import LocalSession, Pool, WorkerGroup
+from hybridflow.cluster import LocalSession, WorkerGroup
 from hybridflow.cluster.transfer import ONE_TO_ALL, transfer
 from hybridflow.workers.rollout import RolloutWorker
-from megatron_bridge.layout import ParallelLayout
 
 
 class KeptRollout(RolloutWorker):
@@ -55,19 +54,8 @@ class _Session(LocalSession):
         super().__init__()
         self._kept = kept
 
-    def group(
-        self,
-        name: str,
-        worker_class: type,
-        layout: ParallelLayout | int,
-        pool: Pool | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int = 1,
-        first_slot: int = 0,
-    ) -> WorkerGroup:
+    def group(self, name: str, worker_class: type, *told: Any, **named: Any) -> WorkerGroup:
         if worker_class is RolloutWorker:
-            assert isinstance(layout, int) and init_kwargs is not None
-            return self._kept.group(layout, init_kwargs)
-        told = {"threads": threads, "first_slot": first_slot}
-        return super().group(name, worker_class, layout, pool, init_kwargs, **told)
+            layout, _, settings = told
+            return self._kept.group(layout, settings)
+        return super().group(name, worker_class, *told, **named)

@@ -43,11 +43,16 @@ def broken(request: Request) -> Reply:
     raise ZeroDivisionError("one over zero")
 
 
+def no_json(request: Request) -> Reply:
+    return Reply(200, {"limit": float("inf")})
+
+
 ROUTES = {
     ("GET", "/echo"): echo,
     ("POST", "/echo"): echo,
     ("POST", "/thing/*/do"): echo,
     ("GET", "/broken"): broken,
+    ("GET", "/no_json"): no_json,
 }
 
 
@@ -100,6 +105,7 @@ def test_routes(open_server: ControlServer) -> None:
         ("DELETE", "/echo", 405, "/echo takes GET, POST, not DELETE"),
         ("BREW", "/echo", 501, "Unsupported method"),
         ("GET", "/broken", 500, "the driver's log has it"),
+        ("GET", "/no_json", 500, "the driver's log has it"),
         ("GET", "/" + "x" * 70_000, 414, "Too Long"),
     ],
 )
@@ -255,10 +261,9 @@ def test_metrics_that_not_every_step_has_stay_and_failures_add_up() -> None:
     labels = 'run="run",stage="main"'
     assert found["eval_reward_mean", labels] == 0.25
     assert found["ppo_kl_divergence", labels] == 0.5, "the KL that the reward pays"
-    assert found["hybridflow_steps_total", labels] == 2
-    assert found["hybridflow_reward_errors_total", labels] == 4
-    assert found["hybridflow_reward_timeouts_total", labels] == 2
-    assert found["hybridflow_response_tokens_total", labels] == 7
+    totals = {"steps": 2, "reward_errors": 4, "reward_timeouts": 2, "response_tokens": 7}
+    for name, total in totals.items():
+        assert found[f"hybridflow_{name}_total", 'run="run"'] == total
 
 
 class Visitor(SerialRunner):

@@ -148,6 +148,9 @@ def test_resume_goes_on_where_the_checkpoint_was(make_recipe, tmp_path) -> None:
     later = [main[step]["weights/version"] for step in (3, 4)]
     # The weights of the checkpoint go to the servers under a number of their own, before step 3.
     assert later == [reached + 2, reached + 3], "no number of the run is given twice"
+    with pytest.raises(ValueError, match="after step 4 of stage 'main', which has 3 by the recipe"):
+        run(make_recipe(f"output={tmp_path}/part", "steps=3"), resume=True)
+    assert "steps: 4" in (part / "recipe.yaml").read_text(), "nothing is changed"
 
 
 def test_a_checkpoint_counts_once_its_step_is_recorded(make_recipe, tmp_path, monkeypatch) -> None:

@@ -67,6 +67,36 @@ def test_a_further_reward_does_not_take_the_names_of_the_main_one(recipe, furthe
     assert found.get(f"reward/{name}/constant") == (1 if name == "costs" else None)
 
 
+def test_two_updates_of_one_role_keep_metrics_of_their_own() -> None:
+    """A supervised update beside PPO's, as of InstructGPT; what takes advantages comes first."""
+
+    def update(name: str, role: str, *inputs: str) -> Node:
+        fields = {field: field for field in ("prompts", "targets", *inputs)}
+        return Node(name, role=role, call="update", inputs=fields, options={"loss": "any"})
+
+    nodes = [
+        update("ptx", "actor"),
+        update("policy", "actor", "advantages"),
+        update("critic", "critic"),
+        Node("held", role="actor", call="evaluate", inputs={"prompts": "prompts"}),
+        Node("out", role="actor", call="evaluate", inputs={"prompts": "prompts"}),
+    ]
+    graph = Graph(("prompts", "targets"), tuple(nodes))
+    kinds = {"actor": "model", "critic": "value"}
+    observer = Observer(graph, kinds, lambda rows: [])
+    outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+    for number, node in enumerate(nodes):
+        outcome.results[node.name] = Batch(
+            {"metrics": {"loss": float(number)}}, {"metrics": Axis.RUN}
+        )
+        outcome.timings.add(node.name, 10.0 + number)
+    found = observer.metrics(outcome, None)
+    assert found["update/loss"] == 1 and found["update/seconds"] == 11, "what the rewards teach"
+    assert found["update/ptx/loss"] == 0 and found["update/ptx/seconds"] == 10
+    assert found["critic/loss"] == 2
+    assert (found["eval/loss"], found["eval/out/loss"]) == (3, 4)
+
+
 def sampled(rewards_PG: list[list[float]], length: int, finished: bool) -> Batch:
     """What DAPO's loop makes of two samples a prompt."""
     rewards_S = torch.tensor(rewards_PG).flatten()

@@ -13,15 +13,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster import LocalSession, WorkerDied
+from hybridflow.cluster.transfer import GATHER, transfer
 from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
-from hybridflow.dataflow.reward_roles import swap_model
+from hybridflow.dataflow.operations import CALLS, SCORE_GRACE_SECONDS, Surroundings
+from hybridflow.dataflow.reward_roles import FailedSamples, swap_model
 from hybridflow.dataflow.runner import NodeError, SerialRunner
+from hybridflow.dataflow.steps import StepContext
 from hybridflow.dataflow.team import Team
 from hybridflow.megatron.config import EngineConfig
 from hybridflow.monitor import read_events, read_metrics
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.load import load_recipe
 from hybridflow.workers.model import ModelWorker
 from megatron_bridge.layout import ParallelLayout
 
@@ -167,6 +171,20 @@ def test_two_nodes_that_lose_one_worker_start_it_anew_once():
     assert [call.result()[0] for call in calls] == ["scores"] * 2 and len(started) == 1
 
 
+def test_the_deadline_of_a_score_is_of_all_nodes_that_may_wait_for_it():
+    """Workers serve the nodes of their role one after the other."""
+    plan = compile_recipe(load_recipe(ROOT / "recipes" / "quickstart_remax.yaml"))
+    graph, seen = plan.stages[-1].graph, []
+    team = object.__new__(Team)
+    team.groups, team.failed_samples = {"reward": None}, FailedSamples(plan.recipe)
+    result = Batch({}, {}, 1, 1)
+    team.score = lambda role, batch, seconds: (seen.append(seconds), (result, ""))[1]
+    around = Surroundings(plan.recipe, plan.stages[-1], team, lambda c: "", lambda k, t: None)
+    nodes = [node for node in graph.nodes if node.call == "score"]
+    CALLS["reward", "score"](nodes[0], around, result, StepContext("main", 1, 1, 1))
+    assert len(nodes) == 3 and seen == [3 * 60.0 + SCORE_GRACE_SECONDS]
+
+
 def judge_of(quickstart: Path, folder: Path, seed: int) -> Path:
     """A reward model of the quickstart's shape and tokenizer, of random weights."""
     config = Qwen3Config.from_pretrained(quickstart, num_labels=1, pad_token_id=0)
@@ -176,7 +194,14 @@ def judge_of(quickstart: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path):
+@transfer(GATHER)
+def try_pretrained(self: ModelWorker, folder: str) -> str:
+    """In the place of ``ModelWorker``'s: this rank has read all, and another one cannot."""
+    self.load_pretrained(folder)
+    return "rank 1: input/output error"
+
+
+def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path, monkeypatch):
     one, two = (judge_of(quickstart, tmp_path / f"judge{seed}", seed) for seed in (5, 6))
     broken = tmp_path / "broken"
     shutil.copytree(two, broken)
@@ -201,6 +226,11 @@ def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path):
             with pytest.raises(ValueError, match="reward role 'reward' is unchanged: "):
                 swap_model(group, "reward", {"model": str(folder)}, str(one))
             assert scores(group) == first
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelWorker, "try_pretrained", try_pretrained)
+            with pytest.raises(ValueError, match="unchanged: rank 1: input/output error"):
+                swap_model(group, "reward", {"model": str(two)}, str(one))
+        assert scores(group) == first, "weights that were read already are put back"
         with pytest.raises(ValueError, match="takes {'model': FOLDER}, not {'scale': 2}"):
             swap_model(group, "reward", {"scale": 2}, str(one))
         told = swap_model(group, "reward", {"model": str(two)}, str(one))

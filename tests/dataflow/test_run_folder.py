@@ -1,10 +1,14 @@
 """Checkpoints are whole or absent, the newest are kept, and another recipe is refused."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from hybridflow.dataflow.launch import _ending
 from hybridflow.dataflow.run_folder import Progress, RunFolder
+from hybridflow.dataflow.trainer import Records
+from hybridflow.monitor import Console, RunWriter, read_events
 
 
 def progress(step: int) -> Progress:
@@ -93,6 +97,23 @@ def test_two_runs_do_not_share_a_folder(tmp_path) -> None:
     assert (folder.path / "recipe.yaml").read_text() == "name: a\n"
     create(tmp_path / "run", "name: b\n")
     assert (tmp_path / "run.1" / "recipe.yaml").read_text() == "name: a\n"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_report_that_cannot_be_made_hides_nothing(tmp_path, fails: bool) -> None:
+    folder = create(tmp_path / "run", "name: a\n")
+    with RunWriter(folder.path) as writer:
+        records = Records(writer, Console("a", file=StringIO()))
+        (folder.path / "metrics.jsonl").write_text("no JSON\n")
+        if fails:
+            with pytest.raises(KeyError) as caught, _ending(folder, records, lambda: None):
+                raise KeyError("the cause")
+            assert "recording the end failed too: " in caught.value.__notes__[0]
+        else:
+            with _ending(folder, records, lambda: None):
+                pass
+    kinds = [event["kind"] for event in read_events(folder.path)]
+    assert kinds == (["error"] if fails else ["finish", "warning"])
 
 
 def test_resuming_with_another_recipe_names_what_differs(tmp_path) -> None:

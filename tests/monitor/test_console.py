@@ -66,6 +66,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 from hybridflow.monitor import Console
 with Console("quickstart", {"grpo": 3}) as console:
     console.step(1, "grpo", {"reward/mean": float("nan"), "update/loss": 1.0}, {"generate": 0.4})
+    console.step(2, "grpo", {"reward/mean": float("inf")}, {})
     console.step(2, "grpo", {"reward/mean": 0.5}, {f"node{i}": 0.1 * i for i in range(12)})
     print("A PRINT")
     print("AN ERROR LINE", file=sys.stderr)

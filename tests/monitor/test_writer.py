@@ -85,6 +85,21 @@ def test_resume_cuts_back_and_goes_on(tmp_path, tail):
     assert [row["step"] for row in read_rollouts(tmp_path)] == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("block", [1, 97, 1 << 20])
+def test_resume_reads_only_what_it_drops(tmp_path, monkeypatch, block):
+    """The rollouts of a long run are hundreds of gigabytes."""
+    monkeypatch.setattr("hybridflow.monitor.jsonl.TAIL_BLOCK", block)
+    write_steps(tmp_path, "grpo", [1, 2, 3])
+    path = tmp_path / "rollouts.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("never read\n" + "".join(lines[1:]))
+    RunWriter(tmp_path, resume_step=2).close()
+    assert path.read_text() == "never read\n" + "".join(lines[1:4])
+    path.write_text("never read\n" + "".join(lines[1:4])[:-1])  # torn before its line feed
+    write_steps(tmp_path, "grpo", [3], resume_step=2)
+    assert path.read_text() == "never read\n" + "".join(lines[1:])
+
+
 def test_resume_in_a_stage_keeps_earlier_stages_whole_and_drops_later_ones(tmp_path):
     with RunWriter(tmp_path) as writer:
         for stage, count in (("sft", 4), ("grpo", 3), ("polish", 2)):
@@ -120,7 +135,7 @@ def test_any_text_survives(tmp_path):
 
 
 def test_first_and_last_rollouts_are_found_without_reading_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.monitor.folder._TAIL_BLOCK", 97)
+    monkeypatch.setattr("hybridflow.monitor.jsonl.TAIL_BLOCK", 97)
     write_steps(tmp_path, "grpo", [1, 2, 3])
     with RunWriter(tmp_path, resume_step=3) as writer:
         writer.rollouts(4, [rollout(float(index), "é" * index) for index in range(50)])

@@ -309,6 +309,15 @@ OUTPUTS = [
 ]
 
 
+def test_what_would_give_a_failed_sample_nothing_or_could_not_be_told(workspace: Path):
+    (workspace / "mine.py").write_text("def score(p, r, a, row, limit): return 1.0\n")
+    (found,) = faults_of("roles.reward={function: 'mine.py:score', parameters: {limit: .inf}}")
+    assert "parameters.limit` is inf, for which JSON has no form" in found
+    alone = ("data.samples_per_prompt=1", "roles.reward.on_error=group_mean")
+    assert any("of a prompt's other samples, and there is one" in f for f in faults_of(*alone))
+    assert faults_of(alone[1]) == []
+
+
 @pytest.mark.parametrize(("output", "what"), OUTPUTS)
 def test_folders_that_cannot_become_a_runs(workspace: Path, output: str, what: str):
     (found,) = faults_of(f"output={output}")

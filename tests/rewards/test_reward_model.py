@@ -73,10 +73,12 @@ def test_a_suffix_follows_the_response(folder):
 
 @pytest.mark.slow
 def test_a_sample_that_is_too_long_fails_alone(folder):
-    with Scorer("reward_model", {"path": folder, "batch": 1}) as scorer:
-        first, second = scorer.score(items("4", "4" * 20), 120)
+    with Scorer("reward_model", {"path": folder}) as scorer:
+        first, second, last = scorer.score(items("4", "4" * 20, "12"), 120)
     assert first == pytest.approx(direct(folder, "2+2=4"), abs=1e-6)
+    assert last == pytest.approx(direct(folder, "2+2=12"), abs=1e-6)
     assert isinstance(second, Failure) and "24 tokens, more than the model's 12" in second.text
+    assert isinstance(RewardModel(path=folder).score(items("4" * 20))[0], ValueError)
 
 
 def test_a_models_own_chat_template(folder, tmp_path):

@@ -142,7 +142,7 @@ def test_the_policy_fail_names_function_sample_and_a_way_out(make, file):
 
 def test_a_sum_beyond_float32_is_an_error(make, file):
     worker = make(FunctionSettings("reward", f"{file}:huge", weight=2.0))
-    with pytest.raises(RewardError, match="2 .* reward is beyond what float32 holds"):
+    with pytest.raises(RewardError, match="2 .* reward', sample 0 .*beyond what float32 holds"):
         worker.score(batch_of(ids("1"), ids("2")))
 
 

@@ -43,7 +43,8 @@ TOTALS = {
     "hybridflow_reward_errors_total": "samples without a score: their call failed",
     "hybridflow_reward_timeouts_total": "samples without a score: they were late",
 }
-"""Counters since the process started."""
+"""Counters since the process started, of all stages: a series of each stage would lose what happens
+when one begins."""
 
 
 def totals_of(record: StepRecord) -> dict[str, float]:
@@ -91,7 +92,7 @@ def exposition(
             told.add(name)
             family(name, text, {"": known[metric]})
     for name, value in totals.items():
-        lines.extend(_family(name, TOTALS[name], {"": value}, "", labels, "counter"))
+        lines.extend(_family(name, TOTALS[name], {"": value}, "", {"run": run}, "counter"))
     family("hybridflow_node_seconds", "time of a node", record.node_seconds, "node")
     family("hybridflow_state", "live value in force", state, "name")
     family("hybridflow_metric", "a metric of the step by its name", record.metrics, "name")

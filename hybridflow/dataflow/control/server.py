@@ -50,6 +50,12 @@ class Reply:
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def body(self) -> bytes:
+        """What is sent; ValueError where a mapping is no JSON."""
+        if isinstance(self.content, str):
+            return self.content.encode()
+        return json.dumps(self.content, allow_nan=False).encode() + b"\n"
+
 
 class Refused(Exception):
     """A request that gets an error, whose text says what was wrong."""
@@ -150,19 +156,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class finds wrong with the request's form, as JSON too."""
-        self._reply(Reply(code, {"error": message or self.responses[code][0]}))
+        reply = Reply(code, {"error": message or self.responses[code][0]})
+        self._send(reply, reply.body())
 
     def _serve(self) -> None:
         try:
             reply = self._answer()
+            body = reply.body()
         except Refused as refused:
-            reply = refused.reply
+            reply, body = refused.reply, refused.reply.body()
         except OSError:
             raise
         except Exception:
             logger.exception("the control port failed on %s %s", self.command, self.path)
             reply = Reply(500, {"error": "a fault of the control port; the driver's log has it"})
-        self._reply(reply)
+            body = reply.body()
+        self._send(reply, body)
 
     def _answer(self) -> Reply:
         raw = self._raw()  # first: a close with bytes unread takes the answer from the client
@@ -212,10 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConnectionAbortedError("the client went away within its body")
         return raw
 
-    def _reply(self, reply: Reply) -> None:
-        content = reply.content
-        text = content if isinstance(content, str) else json.dumps(content, allow_nan=False) + "\n"
-        data = text.encode()
+    def _send(self, reply: Reply, data: bytes) -> None:
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(data)))

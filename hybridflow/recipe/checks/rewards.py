@@ -28,6 +28,25 @@ def reward_faults(context: Context) -> Iterator[Fault]:
         yield from _deadline_faults(context, role, section)
         for key, part in section.parts(role).values():
             yield from _function_faults(context, f"roles.{role}{key}", part)
+            if part.function not in REWARDS:  # those of the package have rules of their own
+                yield from _json_faults(context, f"roles.{role}{key}", part)
+            if section.policy(part) == "group_mean" and context.recipe.data.samples_per_prompt == 1:
+                what = (
+                    "on_error: group_mean is of a prompt's other samples, and there is one of each"
+                )
+                where = f"roles.{role}{key if part.on_error else ''}.on_error"
+                yield context.fault(where, what, "use fail or `{value: 0.0}`")
+
+
+def _json_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
+    """Parameters that neither a checkpoint nor the control port could tell."""
+    for name, value in part.parameters.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            where = f"{key}.parameters.{name}"
+            what = f"`{where}` is {value!r}, for which JSON has no form"
+            yield context.fault(where, what, "write a finite number, or a text in quotes")
 
 
 def _level_faults(context: Context, role: str, section: RewardSection) -> Iterator[Fault]:
