@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridflow.dataflow.state import StateConflict
+from hybridflow.dataflow.state import DONE, StateConflict
 
 Tell = Callable[[str, str], None]
 
@@ -42,15 +42,16 @@ class BetweenSteps:
     def run(self, kind: str, tell: Tell) -> None:
         """Do what waits, and tell how each ended as an event of ``kind``."""
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
+            waiting = dict(self._waiting)  # each stays until it has ended, for `status` and `ask`
         for name, errand in waiting.items():
             try:
                 errand.work()
-                text = f"{errand.text}: done"
+                text = errand.text + DONE
             except (ValueError, OSError) as error:
                 text = f"{errand.text}: failed; {error}"
             with self._lock:
                 self._ended[name] = text
+                del self._waiting[name]
             tell(kind, text)
 
     def status(self, name: str) -> str:

@@ -1,4 +1,7 @@
-"""What a run's data files hold, kept in its folder: a run that goes on must find the same."""
+"""What a run's data and reward files hold, kept in its folder.
+
+A run that goes on must find the same data, and is warned of another reward.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,12 @@ from hybridflow.data import PromptDataset
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import RunFolder, write_aside
 from hybridflow.recipe.plan import Plan
+from hybridflow.recipe.schema import Recipe
+from hybridflow.rewards import source_of
 
 DATA_FILE = "data.json"
+REWARDS = "rewards"
+"""Key beside the stages: files of reward functions."""
 _MEND = (
     "put the file back as it was, or start a new run on it, from the model that this one has "
     "trained: model.path=EXPORT output=DIR"
@@ -31,7 +38,16 @@ def data_record(plan: Plan, feeds: Mapping[str, Feed]) -> dict[str, dict[str, An
         path = Path(plan.recipe.data.eval).expanduser()
         found["evaluation"] = {"path": str(path)}
     digests = {path: content_digest(Path(path)) for path in {one["path"] for one in found.values()}}
-    return {name: one | {"sha256": digests[one["path"]]} for name, one in found.items()}
+    whole = {name: one | {"sha256": digests[one["path"]]} for name, one in found.items()}
+    return whole | {REWARDS: _reward_code(plan.recipe)}
+
+
+def _reward_code(recipe: Recipe) -> dict[str, str]:
+    """The digest of each file that a reward function of the recipe stands in."""
+    parts = [s.parts(role).values() for role, s in recipe.roles.rewards().items()]
+    names = {part.function for one in parts for _, part in one}
+    sources = {name: source_of(name, Path.cwd()) for name in sorted(names)}
+    return {n: hashlib.sha256(text).hexdigest() for n, text in sources.items() if text is not None}
 
 
 def keep_data_record(folder: RunFolder, record: Mapping[str, Any]) -> None:
@@ -50,6 +66,7 @@ def check_data_record(folder: RunFolder, record: Mapping[str, Any]) -> list[str]
         return [f"{folder.path} has no {DATA_FILE}, so whether its data are the same is not known"]
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")).items())
+        rewards = dict(before.pop(REWARDS, {}).items())
         shared = {name: (before[name], now) for name, now in record.items() if name in before}
         _ = [old["sha256"] for old, _ in shared.values()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -59,7 +76,12 @@ def check_data_record(folder: RunFolder, record: Mapping[str, Any]) -> list[str]
         ) from error
     if faults := dict.fromkeys(text for pair in shared.values() for text in _faults(*pair)):
         raise ValueError(f"--resume: {'; '.join(faults)}; {_MEND}")
+    coded = record.get(REWARDS, {})
+    changed = [name for name, now in coded.items() if rewards.get(name, now) != now]
     return [
+        f"the file of the reward {name} has another content than when the run began"
+        for name in changed
+    ] + [
         f"the rows of {now['path']} give other tokens than when the run began: the tokenizer or "
         "its chat template has changed, or the template writes the date"
         for old, now in shared.values()

@@ -16,7 +16,7 @@ from hybridflow.data import (
     load_dataset,
     load_tokenizer,
 )
-from hybridflow.dataflow.control import Routes, answering, listening
+from hybridflow.dataflow.control import Routes, announced, listening
 from hybridflow.dataflow.data_record import check_data_record, data_record, keep_data_record
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.live_values import live_values
@@ -63,9 +63,13 @@ def train(
         port = stack.enter_context(listening(plan.recipe.control))
         feeds = make_feeds(plan, tokenizer)
         folder, resume = _open_folder(stack, plan, options)
+        stack.enter_context(announced(port, folder.path))
         doubts = _compare_data(plan, feeds, folder, resume)
         records = stack.enter_context(_records(plan, folder, resume, options))
         records.event("start", f"{plan.recipe.name} in {folder.path}")
+        if port is not None:
+            text = f"{port.url} tells the run's health, and more once the workers have started"
+            records.event("control", text)
         for text in dict.fromkeys(text for feed in feeds.values() for text in feed.told):
             records.event("data", text)
         for text in doubts:
@@ -76,8 +80,8 @@ def train(
             told = (records.fleet_event, folder.note_version)
             team = Team(plan, session, plan.stages[0], *told, state)
             stack.callback(team.close)
-            routes = Routes(plan, team, records.pulse)
-            stack.enter_context(answering(port, routes, folder.path, records.event))
+            if port is not None:
+                port.routes = Routes(plan, team, records.pulse).table()
             runner = runner or _concurrent(stack)
 
             def decode(rows: list[list[int]]) -> list[str]:

@@ -23,7 +23,7 @@ def advantage_metrics(update: Node, outcome: StepOutcome) -> dict[str, float]:
     if field is None or field not in outcome.fields:
         return {}
     data = outcome.fields[field].data
-    values: Tensor = data.values if isinstance(data, Ragged) else data
+    values: Tensor = (data.values if isinstance(data, Ragged) else data).double()
     if not len(values):
         return {}
     return {
@@ -32,7 +32,7 @@ def advantage_metrics(update: Node, outcome: StepOutcome) -> dict[str, float]:
         "advantage/min": values.min().item(),
         "advantage/max": values.max().item(),
         "advantage/abs_mean": values.abs().mean().item(),
-        "advantage/zero_share": (values == 0).float().mean().item(),
+        "advantage/zero_share": (values == 0).double().mean().item(),
     }
 
 

@@ -130,13 +130,15 @@ class Observer:
                     node, outcome, self._source, name, self._sources.setdefault(name, [])
                 )
             if prefix:
-                found[name] = result["rewards"].mean().item()
+                found[name] = result["rewards"].double().mean().item()
             elif len(self._training_scores) > 1 and "rewards" in node.outputs:
-                found[f"reward/{node.outputs['rewards']}/mean"] = result["rewards"].mean().item()
+                found[f"reward/{node.outputs['rewards']}/mean"] = (
+                    result["rewards"].double().mean().item()
+                )
             if not prefix and node.name in self._first_of_role:
                 found |= self._constants(name, label, result)
         for name in (name for name in self._costs if name in outcome.fields):
-            found["cost/mean"] = outcome.fields[name].data.mean().item()
+            found["cost/mean"] = outcome.fields[name].data.double().mean().item()
         for name in (name for name in self._labels if name in outcome.fields):
             found["reward/good_share"] = outcome.fields[name].data.float().mean().item()
         if self._main_reward in outcome.fields:

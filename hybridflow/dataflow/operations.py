@@ -125,11 +125,11 @@ def _score(node: Node, around: Surroundings, batch: Batch, context: StepContext)
     # Nodes of one role may be called at once, and its workers serve them one after the other.
     nodes = sum(other.role == role for other in around.stage.graph.nodes)
     seconds = nodes * section.timeout_seconds + SCORE_GRACE_SECONDS
-    result, repaired = around.team.score(role, batch, seconds)
+    result, repaired = around.team.rewards.score(role, batch, seconds)
     if repaired:
         around.tell("repair", f"step {context.step}: {repaired}")
     group = around.team.groups[role]
-    if (text := around.team.failed_samples.see(role, group, result)) is not None:
+    if (text := around.team.rewards.failed.see(role, group, result)) is not None:
         around.tell("warning", f"step {context.step}: {text}")
     return result
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from hybridflow.cluster import WorkerGroup
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.schema import Recipe
-from hybridflow.rewards import FunctionSettings, RewardError, importable
+from hybridflow.recipe.schema_rewards import RewardSection
+from hybridflow.rewards import FunctionSettings, RewardError, importable, source_of
 from hybridflow.workers.model import ModelWorker
 from hybridflow.workers.reward import COMPONENT, FAILED, TIMEOUT, RewardWorker
 
@@ -25,19 +27,9 @@ ReloadedParameters = Mapping[str, Mapping[str, Any]]
 def reward_settings(recipe: Recipe, role: str) -> dict[str, Any]:
     """The arguments of the role's ``RewardWorker``."""
     section = recipe.roles.rewards()[role]
-    functions = [
-        FunctionSettings(
-            name=name,
-            function=importable(part.function),
-            parameters=part.parameters,
-            weight=part.weight,
-            on_error=section.policy(part),
-        )
-        for name, (_, part) in section.parts(role).items()
-    ]
     return {
         "model_path": recipe.model.path,
-        "functions": functions,
+        "functions": reward_functions(recipe, role, {}),
         "level": section.level,
         "seconds_per_step": section.timeout_seconds,
         "seconds_per_call": section.sample_timeout_seconds,
@@ -46,35 +38,35 @@ def reward_settings(recipe: Recipe, role: str) -> dict[str, Any]:
     }
 
 
-def reload_reward(
-    groups: Mapping[str, WorkerGroup],
-    recipe: Recipe,
-    role: str,
-    parameters: Mapping[str, Any] | None = None,
+def reward_functions(recipe: Recipe, role: str, told: ReloadedParameters) -> list[FunctionSettings]:
+    """The role's functions with what their files hold now, so that all its workers, and those that
+    take their place, run the same; ``told`` are parameters in the place of the recipe's."""
+    section = recipe.roles.rewards()[role]
+    return [
+        FunctionSettings(
+            name=name,
+            function=importable(part.function),
+            parameters=told.get(name, part.parameters),
+            weight=part.weight,
+            on_error=section.policy(part),
+            source=source_of(importable(part.function), Path.cwd()),
+        )
+        for name, (_, part) in section.parts(role).items()
+    ]
+
+
+def told_parameters(
+    section: RewardSection, role: str, parameters: Mapping[str, Any] | None
 ) -> ReloadedParameters:
-    """Load the functions of a reward role anew on every worker, then put them in service.
-
-    Code is imported and models are read again. When one worker cannot load, all keep what they
-    have. To be called between steps.
-
-    Args:
-        parameters: what takes the place of the recipe's ``parameters`` until the next reload; of a
-            role of several ``functions``: by function, ``{name: parameters}``. None: as they are.
-
-    Returns:
-        The parameters that were told, by function.
+    """What a reload tells, by function.
 
     Raises:
-        ValueError: no such role, or the function cannot be used so; the old one is in service.
+        ValueError: the role has no such function, or no checkpoint could hold the parameters.
     """
-    rewards = recipe.roles.rewards()
-    if role not in rewards or role not in groups:
-        known = [name for name in rewards if name in groups]
-        raise ValueError(f"no reward role '{role}' is in service; {hint(role, known)}")
-    if parameters is not None and rewards[role].functions is None:
+    if parameters is not None and section.functions is None:
         parameters = {role: parameters}
     for name, told in (parameters or {}).items():
-        parts = rewards[role].parts(role)
+        parts = section.parts(role)
         if name not in parts:
             raise ValueError(f"reward role '{role}' has no function '{name}'; {hint(name, parts)}")
         if not isinstance(told, Mapping):
@@ -86,13 +78,18 @@ def reload_reward(
         raise ValueError(
             f"the parameters are no JSON, in which a checkpoint keeps them: {error}"
         ) from error
-    load_anew(groups[role], role, by_function)
     return by_function
 
 
-def load_anew(group: WorkerGroup, role: str, parameters: ReloadedParameters) -> None:
-    """Have every worker of a role load its functions with ``parameters``, by function, or none."""
-    faults = group.run(RewardWorker.prepare, parameters)
+def load_anew(
+    group: WorkerGroup, role: str, functions: Sequence[FunctionSettings], failed_share: float
+) -> None:
+    """Have every worker of a role load ``functions`` and try them, or none.
+
+    Args:
+        failed_share: most of the samples that are tried which may fail.
+    """
+    faults = group.run(RewardWorker.prepare, functions, failed_share)
     fault = next((fault for fault in faults if fault is not None), None)
     group.run(RewardWorker.swap, fault is None)
     if fault is not None:
@@ -185,8 +182,8 @@ def score_metrics(role: str, result: Batch, label: str | None = None) -> dict[st
         kind, _, name = field.partition(":")
         part = label if name == role else f"{label}/{name}"
         if kind == COMPONENT:
-            found[f"reward/{part}/mean"] = data.mean().item()
-            found[f"reward/{part}/std"] = data.std(unbiased=False).item()
+            found[f"reward/{part}/mean"] = data.double().mean().item()
+            found[f"reward/{part}/std"] = data.double().std(unbiased=False).item()
         elif kind == FAILED:
             late = int((data == TIMEOUT).sum())
             found[f"reward/{part}/errors"] = float(int((data != 0).sum()) - late)

@@ -84,7 +84,7 @@ def reward_metrics(rewards_S: Tensor) -> dict[str, float]:
     """Of the rewards that are trained on."""
     if not len(rewards_S):
         return {}
-    rewards_S = rewards_S.double()  # what float32 holds may have a sum that it does not
+    rewards_S = rewards_S.double()  # a mean in float32 may lie above the largest
     return {
         "reward/mean": rewards_S.mean().item(),
         "reward/std": rewards_S.std(unbiased=False).item(),

@@ -16,6 +16,9 @@ from typing import Any
 from hybridflow.monitor import read_events
 from hybridflow.recipe.names import advice
 
+DONE = ": done"
+"""After the text of what was asked for between steps, once it has been done."""
+
 _MOST_SHOWN = 80
 
 
@@ -253,8 +256,8 @@ class SharedState:
 
 
 def changes_after(checkpoint: Path, folder: Path) -> list[str]:
-    """Changes of live values, but for those of rules, that a run made after a checkpoint from which
-    it goes on now: they are in force no more, and nobody has been told.
+    """Reloads, and changes of live values but for those of rules, that a run made after a
+    checkpoint from which it goes on now: they are in force no more, and nobody has been told.
 
     Args:
         folder: of the run.
@@ -267,4 +270,6 @@ def changes_after(checkpoint: Path, folder: Path) -> list[str]:
             since = []
         elif event["kind"] == "state" and not event.get("rule"):
             since.append(event["text"])
+        elif event["kind"] == "reload" and event["text"].endswith(DONE):
+            since.append(event["text"].removesuffix(DONE))
     return since

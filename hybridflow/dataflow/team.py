@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,25 +12,10 @@ import torch
 
 from hybridflow.algorithms.losses.preference import PreferenceSettings
 from hybridflow.batch import Batch
-from hybridflow.cluster import (
-    CallTimeout,
-    Pool,
-    Session,
-    WorkerDied,
-    WorkerGroup,
-    wait_until_started,
-)
+from hybridflow.cluster import Pool, Session, WorkerGroup, wait_until_started
 from hybridflow.dataflow.between_steps import BetweenSteps
 from hybridflow.dataflow.publisher import Publisher
-from hybridflow.dataflow.reward_roles import (
-    FailedSamples,
-    ReloadedParameters,
-    load_anew,
-    reload_reward,
-    reward_settings,
-    scoring_models,
-    swap_model,
-)
+from hybridflow.dataflow.scoring import Scoring
 from hybridflow.dataflow.state import SharedState
 from hybridflow.megatron.config import (
     CorrectionSettings,
@@ -58,7 +42,6 @@ from hybridflow.workers.model import ModelWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_engine import RolloutEngine
-from megatron_bridge.layout import ParallelLayout
 
 
 class Team:
@@ -73,9 +56,7 @@ class Team:
         groups: every role's group, but for the rollout engines, which are the fleet's.
         memory: of the models beside the rollout, the fullest rank's, as last measured.
         between: what other threads want done between steps.
-        scoring_models: frozen Megatron models that score, and the recipe's folder of each.
-        reward_parameters: by reward role, those that a reload has put in the recipe's place.
-        failed_samples: holds each scoring against its role's ``max_failed_share``.
+        rewards: what the reward roles do.
         publisher: of weights to the rollout engines; None in a run whose graphs need none.
     """
 
@@ -92,9 +73,6 @@ class Team:
         self.recipe = recipe
         self.state = state
         self.between = BetweenSteps()
-        self.reward_parameters: dict[str, ReloadedParameters] = {}
-        self.scoring_models = scoring_models(plan)
-        self.failed_samples = FailedSamples(recipe)
         self.kinds = recipe.roles.kinds()
         self._version = 0
         self.memory: dict[str, float] = {}
@@ -105,9 +83,13 @@ class Team:
         trained = {role for one in plan.stages for role in one.trained}
         self._trained = [role for role in plan.roles if role in trained]
         pools = {name: session.pool(name, pool.devices) for name, pool in plan.pools.items()}
-        self._start: dict[str, Callable[[], WorkerGroup]] = {}
-        self._replacing = threading.Lock()
         self.groups: dict[str, WorkerGroup] = {}
+
+        def scorers(role: str, settings: Mapping[str, Any]) -> WorkerGroup:
+            workers = recipe.roles.rewards()[role].workers
+            return session.group(role, RewardWorker, workers, None, settings)
+
+        self.rewards = Scoring(plan, self.groups, scorers)
         engines: list[RolloutEngine] = []
         for role in plan.roles:
             home = plan.pool_of(role)
@@ -115,10 +97,12 @@ class Team:
             if self.kinds[role] == "rollout":
                 engines = _engines(plan, session, pool)
                 continue
-            worker, layout, settings = self._member(role, self.kinds[role], stage)
-            start = partial(session.group, role, worker, layout, pool, settings)
-            self._start[role] = start
-            self.groups[role] = start()
+            if self.kinds[role] == "reward":
+                self.groups[role] = self.rewards.start(role)
+                continue
+            config = _engine(plan, role, self.kinds[role], stage)
+            told = {"engine": config, "imports": [OwnModule.of(name) for name in recipe.imports]}
+            self.groups[role] = session.group(role, ModelWorker, config.layout, pool, told)
         wait_until_started([*self.groups.values(), *(engine.group for engine in engines)])
         self.publisher: Publisher | None = None
         if engines:
@@ -146,18 +130,6 @@ class Team:
     def last_publish(self) -> PublishReport | None:
         """What the last publication did."""
         return None if self.publisher is None else self.publisher.last
-
-    def _member(
-        self, role: str, kind: str, stage: Stage
-    ) -> tuple[type, ParallelLayout | int, dict[str, Any]]:
-        """Worker class, layout and settings of a role."""
-        recipe = self.recipe
-        if kind in MEGATRON_KINDS:
-            config = _engine(self._plan, role, kind, stage)
-            imports = [OwnModule.of(name) for name in recipe.imports]
-            return ModelWorker, config.layout, {"engine": config, "imports": imports}
-        section = recipe.roles.rewards()[role]
-        return RewardWorker, section.workers, reward_settings(recipe, role)
 
     def sampling(self, temperature: float, seed: int) -> Sampling:
         """The live sampling settings at a temperature and seed."""
@@ -246,55 +218,6 @@ class Team:
     def evaluate(self, role: str, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss and its metrics under a role's weights, without a step."""
         return self.groups[role].run(ModelWorker.evaluate, batch, loss)
-
-    def score(self, role: str, batch: Batch, seconds: float) -> tuple[Batch, str]:
-        """What the workers of a reward role say of a batch, and what was repaired for it.
-
-        They keep nothing from one call to the next: where one has died or stands still, all are
-        started anew, once, and score the whole batch.
-        """
-        lost = self.groups[role]
-        try:
-            return lost.run(RewardWorker.score, batch, timeout=seconds), ""
-        except (CallTimeout, WorkerDied) as error:
-            first_line = str(error).splitlines()[0]
-        with self._replacing:
-            if self.groups[role] is lost:  # another node of the role may have met it first
-                group = self._start[role]().wait_until_started()
-                if reloaded := self.reward_parameters.get(role):
-                    load_anew(group, role, reloaded)
-                self.groups[role] = group
-        result = self.groups[role].run(RewardWorker.score, batch, timeout=seconds)
-        return result, f"the workers of '{role}' were started anew: {first_line}"
-
-    def reload_reward(self, role: str, parameters: Mapping[str, Any] | None = None) -> None:
-        """Load a reward role's code and models anew, with other parameters where told; see
-        ``hybridflow.dataflow.reward_roles.reload_reward``."""
-        if role in self.scoring_models:
-            told = swap_model(self.groups[role], role, parameters, self.model_of(role))
-        else:
-            told = reload_reward(self.groups, self.recipe, role, parameters)
-        self._keep_reward(role, told)
-
-    def model_of(self, role: str) -> str:
-        """The folder whose weights a model that scores has."""
-        told = self.reward_parameters.get(role, {}).get(role, {})
-        return told.get("model", self.scoring_models[role])
-
-    def restore_rewards(self, saved: Mapping[str, ReloadedParameters]) -> None:
-        """Load the functions of reward roles with what ``reward_parameters`` held."""
-        for role, parameters in saved.items():
-            if role in self.scoring_models:
-                self.reload_reward(role, parameters.get(role))
-                continue
-            if role not in self.groups or self.kinds[role] != "reward":
-                raise ValueError(f"no reward role '{role}' is in service")
-            load_anew(self.groups[role], role, parameters)
-            self._keep_reward(role, parameters)
-
-    def _keep_reward(self, role: str, parameters: ReloadedParameters) -> None:
-        kept = {**self.reward_parameters.get(role, {}), **parameters}
-        self.reward_parameters = {**self.reward_parameters, **({role: kept} if kept else {})}
 
     def make_room(self) -> None:
         """Before a rollout: models on its devices give up what training alone needs, and take it

@@ -141,7 +141,7 @@ class Trainer:
         """The parameters that reward roles had by then, where a reload had changed them."""
         rewards = checkpoint.progress.rewards
         try:
-            self._team.restore_rewards(rewards)
+            self._team.rewards.restore(rewards)
         except ValueError as error:
             raise ValueError(
                 f"{checkpoint.folder} was written after a reload, which cannot be repeated: {error}"
@@ -229,7 +229,7 @@ class Trainer:
             return
         keep = self._plan.recipe.checkpoint.keep
         partial, progress = self._unfinished
-        rewards = {role: dict(told) for role, told in self._team.reward_parameters.items()}
+        rewards = {role: dict(told) for role, told in self._team.rewards.parameters.items()}
         told = {"rewards": rewards, "watch": watch.saved(), "sources": self._sources}
         progress = replace(progress, live=self._state.saved(), **told)
         folder = self._folder.finish_checkpoint(partial, progress, keep)

@@ -61,7 +61,7 @@ def read_events(folder: str | Path) -> list[Row]:
 
 def read_rollouts(folder: str | Path) -> Iterator[Row]:
     """Every rollout in order. Streams: the file of a long run does not fit in memory."""
-    yield from map(decode_numbers, read_rows(Path(folder) / ROLLOUTS))
+    yield from map(_decode_rewards, read_rows(Path(folder) / ROLLOUTS))
 
 
 def first_rollouts(folder: str | Path) -> list[Row]:
@@ -75,8 +75,14 @@ def last_rollouts(folder: str | Path) -> list[Row]:
     if not path.exists():
         return []
     parsed = (parse_line(line, path, "near the end") for _, line in lines_backwards(path))
-    rows = _same_step(decode_numbers(row) for row in parsed if row is not None)
+    rows = _same_step(_decode_rewards(row) for row in parsed if row is not None)
     return rows[::-1]
+
+
+def _decode_rewards(row: Row) -> Row:
+    """What may be no finite number; a response may well be the text NaN."""
+    several = {"rewards": decode_numbers(row["rewards"])} if row.get("rewards") else {}
+    return row | decode_numbers({key: row[key] for key in ("reward",) if key in row}) | several
 
 
 def _same_step(rows: Iterable[Row]) -> list[Row]:

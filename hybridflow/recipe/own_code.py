@@ -55,7 +55,7 @@ class OwnModule:
 
 def load_file(path: Path, source: bytes | None = None) -> ModuleType:
     """Run a Python file, or what it held, as a module of its own, known under a name made from its
-    path.
+    path; it may import what lies beside it.
 
     Raises:
         ValueError: there is no such file, or it fails.
@@ -69,6 +69,8 @@ def load_file(path: Path, source: bytes | None = None) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if (beside := str(path.parent)) not in sys.path:
+        sys.path.append(beside)  # last, so that nothing of it takes the place of another module
     try:
         text = path.read_bytes() if source is None else source
         exec(compile(text, str(path), "exec"), vars(module))  # noqa: S102 - the recipe names it

@@ -8,7 +8,7 @@ from hybridflow.rewards.items import Level, RewardItem
 from hybridflow.rewards.outcomes import Failure, Outcome, RewardError, complaint
 from hybridflow.rewards.policy import FunctionSettings, OnError, settle
 from hybridflow.rewards.registry import REWARDS, importable
-from hybridflow.rewards.resolve import Reward, resolve
+from hybridflow.rewards.resolve import Reward, resolve, source_of
 from hybridflow.rewards.scorer import Scorer
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "importable",
     "resolve",
     "settle",
+    "source_of",
 ]

@@ -22,6 +22,8 @@ class FunctionSettings:
         name: in metrics.
         function, parameters: as ``resolve`` takes them.
         on_error: what a sample gets whose call failed or took too long.
+        source: what the file of a ``file.py:function`` held, which runs whatever it holds by now;
+            None: what the worker finds there.
     """
 
     name: str
@@ -29,6 +31,7 @@ class FunctionSettings:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     on_error: OnError = "fail"
+    source: bytes | None = None
 
 
 def settle(

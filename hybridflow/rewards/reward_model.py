@@ -111,6 +111,8 @@ class RewardModel:
         bos = self._tokenizer.bos_token
         add_special = bos is None or not text.startswith(bos)
         ids = self._tokenizer(text, add_special_tokens=add_special)["input_ids"]
+        if not ids:
+            raise ValueError("a sample without a token")
         if self._max_tokens is not None and len(ids) > self._max_tokens:
             raise ValueError(
                 f"a sample of {len(ids)} tokens, more than the model's {self._max_tokens}"

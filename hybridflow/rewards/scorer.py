@@ -37,6 +37,7 @@ class Scorer:
             whose calls are under way fail; a process that has come half the way starts anew after
             its batch, so that a leak costs no sample.
         base: folder of a relative ``file.py``; the working folder when None.
+        source: what the file holds, see ``source_of``; None: as it is now.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Scorer:
         start_seconds: float = 120.0,
         memory_gib: float = 32.0,
         base: Path | None = None,
+        source: bytes | None = None,
     ) -> None:
         self.name = name
         base = base or Path.cwd()
-        self._load = Load(name, dict(parameters or {}), base, source_of(name, base))
+        self._load = Load(name, dict(parameters or {}), base, source or source_of(name, base))
         self._seconds_per_call = seconds_per_call
         self._start_seconds = start_seconds
         self._most_bytes = int(memory_gib * 2**30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -94,6 +94,7 @@ class RewardWorker:
             seconds_per_call=self._seconds_per_call,
             start_seconds=self._start_seconds,
             memory_gib=self._memory_gib,
+            source=function.source,
         )
 
     @transfer(DATA_PARALLEL)
@@ -186,29 +187,34 @@ class RewardWorker:
         return self._first_failure
 
     @transfer(GATHER)
-    def prepare(self, parameters: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Load the functions anew beside those in service, by name with other parameters, and have
-        them score some of the last batch; why they cannot be used, or None. ``swap`` ends either.
+    def prepare(self, functions: Sequence[FunctionSettings], failed_share: float) -> str | None:
+        """Load functions beside those in service, and have them score some of the last batch; why
+        they cannot be used, or None. ``swap`` ends either.
+
+        Args:
+            failed_share: most of these samples that may have no score.
         """
-        functions = [
-            replace(f, parameters=parameters.get(f.name, f.parameters)) for f in self._functions
-        ]
         scorers: list[Scorer] = []
-        self._next = functions, scorers
+        self._next = [*functions], scorers
         try:
             for function in functions:
                 scorers.append(self._scorer(function))  # noqa: PERF401 - each is there to be closed
             for function, scorer in zip(functions, scorers, strict=True):
                 scorer.wait_until_ready()
-                self._try(function, scorer)
+                self._try(function, scorer, failed_share)
         except (ValueError, OSError, RewardError) as error:
             return str(error)
         return None
 
-    def _try(self, function: FunctionSettings, scorer: Scorer) -> None:
+    def _try(self, function: FunctionSettings, scorer: Scorer, failed_share: float) -> None:
         """``RewardError`` where it would end the run with the samples of the last batch."""
         found = scorer.score(self._trial, self._seconds_per_step)
         settle(function, self._trial, found, samples_per_prompt=1)
+        failed = {i: o for i, o in enumerate(found) if isinstance(o, Failure)}
+        if len(failed) > failed_share * len(found):
+            index, first = next(iter(failed.items()))
+            text = f"{first.text} ({len(failed)} of {len(found)} samples of the last step failed)"
+            raise RewardError(complaint(function.function, self._trial[index], index, text))
 
     @transfer(ONE_TO_ALL)
     def swap(self, accept: bool) -> None:

@@ -254,6 +254,8 @@ def test_the_exposition_is_of_its_format(metrics: dict, nodes: dict) -> None:
 def test_metrics_that_not_every_step_has_stay_and_failures_add_up() -> None:
     pulse = Pulse()
     failed = {"reward/reward/errors": 2.0, "reward/reward/a/timeouts": 1.0, "reward/kl": 0.5}
+    before = StepRecord("warm_start", 1, 1, {"update/loss": 9.0, "eval/reward/x/errors": 1.0})
+    pulse.beat(before, totals_of(before))
     for metrics in ({"eval/reward": 0.25, **failed}, {"update/tokens": 7.0, **failed}):
         record = StepRecord("main", 1, 1, metrics)
         pulse.beat(record, totals_of(record))
@@ -261,7 +263,8 @@ def test_metrics_that_not_every_step_has_stay_and_failures_add_up() -> None:
     labels = 'run="run",stage="main"'
     assert found["eval_reward_mean", labels] == 0.25
     assert found["ppo_kl_divergence", labels] == 0.5, "the KL that the reward pays"
-    totals = {"steps": 2, "reward_errors": 4, "reward_timeouts": 2, "response_tokens": 7}
+    assert ("ppo_policy_loss", labels) not in found, "of another stage"
+    totals = {"steps": 3, "reward_errors": 5, "reward_timeouts": 2, "response_tokens": 7}
     for name, total in totals.items():
         assert found[f"hybridflow_{name}_total", 'run="run"'] == total
 
@@ -403,7 +406,12 @@ def test_errands_run_once_and_may_fail() -> None:
     def broken() -> None:
         raise ValueError("no such thing")
 
-    between.ask("a", Errand("work", lambda: None))
+    def work() -> None:
+        assert between.status("a") == "work: before the next step", "it has not ended"
+        with pytest.raises(StateConflict):
+            between.ask("a", Errand("again", lambda: None))
+
+    between.ask("a", Errand("work", work))
     between.ask("b", Errand("more", broken))
     with pytest.raises(StateConflict, match="work is to happen before the next step"):
         between.ask("a", Errand("again", lambda: None))

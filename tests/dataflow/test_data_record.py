@@ -13,6 +13,7 @@ from hybridflow.data import PromptStream, load_dataset
 from hybridflow.dataflow.data_record import check_data_record, data_record, keep_data_record
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import RunFolder
+from hybridflow.recipe.schema_rewards import RewardSection
 from tests.data.settings import Settings
 
 ROWS = [{"prompt": str(i), "answer": str(i)} for i in range(5)]
@@ -27,7 +28,9 @@ def record_of(path: Path, held_out: Path | None = None, chat: str | None = None)
     tokenizer.chat_template = chat
     dataset = load_dataset(Settings(max_prompt_tokens=3), tokenizer, path)
     data = SimpleNamespace(eval=None if held_out is None else str(held_out))
-    plan: Any = SimpleNamespace(recipe=SimpleNamespace(evaluation=held_out, data=data))
+    section = RewardSection(function=f"{path.with_name('mine.py')}:fn")
+    roles = SimpleNamespace(rewards=lambda: {"reward": section})
+    plan: Any = SimpleNamespace(recipe=SimpleNamespace(evaluation=held_out, data=data, roles=roles))
     return data_record(plan, {"main": Feed(PromptStream(dataset, 0), 1, [])})
 
 
@@ -74,6 +77,17 @@ def test_the_same_data_and_other_tokens(begun: RunFolder):
     (begun.path / "data.json").unlink()
     (doubt,) = check_data_record(begun, record_of(train))
     assert "has no data.json" in doubt
+
+
+def test_another_reward_is_told(begun: RunFolder):
+    train, mine = begun.path / "train.jsonl", begun.path / "mine.py"
+    mine.write_text("one")
+    assert check_data_record(begun, record_of(train)) == [], "an older record knows no rewards"
+    keep_data_record(begun, record_of(train))
+    assert check_data_record(begun, record_of(train)) == []
+    mine.write_text("two")
+    (doubt,) = check_data_record(begun, record_of(train))
+    assert "mine.py:fn has another content than when the run began" in doubt
 
 
 def test_folders_are_told_apart_by_their_content(tmp_path: Path):

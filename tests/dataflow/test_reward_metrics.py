@@ -12,6 +12,7 @@ from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.fields import Fields, Value
 from hybridflow.dataflow.measures import source_means
 from hybridflow.dataflow.observer import Observer
+from hybridflow.dataflow.rounds import reward_metrics
 from hybridflow.dataflow.runner import SerialRunner
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
 from hybridflow.recipe.axes import Axis
@@ -95,6 +96,13 @@ def test_two_updates_of_one_role_keep_metrics_of_their_own() -> None:
     assert found["update/ptx/loss"] == 0 and found["update/ptx/seconds"] == 10
     assert found["critic/loss"] == 2
     assert (found["eval/loss"], found["eval/out/loss"]) == (3, 4)
+
+
+def test_means_are_between_the_least_and_the_largest() -> None:
+    for value in (0.8, 3e38):
+        found = reward_metrics(torch.full((24,), value))
+        assert found["reward/min"] == found["reward/mean"] == found["reward/max"]
+        assert found["reward/std"] == 0
 
 
 def sampled(rewards_PG: list[list[float]], length: int, finished: bool) -> Batch:

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from hybridflow.cluster.transfer import GATHER, transfer
 from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.operations import CALLS, SCORE_GRACE_SECONDS, Surroundings
-from hybridflow.dataflow.reward_roles import FailedSamples, swap_model
+from hybridflow.dataflow.reward_roles import swap_model
 from hybridflow.dataflow.runner import NodeError, SerialRunner
+from hybridflow.dataflow.scoring import Scoring
 from hybridflow.dataflow.steps import StepContext
 from hybridflow.dataflow.team import Team
 from hybridflow.megatron.config import EngineConfig
@@ -27,6 +29,7 @@ from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
 from hybridflow.workers.model import ModelWorker
+from hybridflow.workers.reward import RewardWorker
 from megatron_bridge.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +58,8 @@ class Reloads(SerialRunner):
     def run(self, graph, nodes, run_node):
         super().run(graph, nodes, run_node)
         team = self._teams[-1]
-        if not team.reward_parameters:
-            work = partial(team.reload_reward, "reward", {"by": 3.0})
+        if not team.rewards.parameters:
+            work = partial(team.rewards.reload, "reward", {"by": 3.0})
             team.between.ask("reward", Errand("a reload", work))
 
 
@@ -120,33 +123,72 @@ def test_a_step_most_of_whose_samples_have_no_score_ends_the_run(make_recipe, tm
         run(recipe)
 
 
-def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe, tmp_path):
-    plan = compile_recipe(make_recipe("warm_start=null"))
+@contextmanager
+def scoring(recipe, workers: int = 1):
+    """The reward roles of a recipe, whose workers are threads of this process."""
+    plan, groups = compile_recipe(recipe), {}
     with LocalSession() as session:
-        team = object.__new__(Team)
-        team.recipe = plan.recipe
-        from hybridflow.dataflow.reward_roles import reward_settings
-        from hybridflow.workers.reward import RewardWorker
 
-        settings = reward_settings(plan.recipe, "reward")
-        team.groups = {"reward": session.group("reward", RewardWorker, 2, None, settings)}
-        team.reward_parameters, team.kinds, team.scoring_models = {}, {"reward": "reward"}, {}
-        team.reload_reward("reward", {"strip": False})
-        team.reload_reward("reward")
-        assert team.reward_parameters == {"reward": {"reward": {"strip": False}}}
+        def start(role, settings):
+            return session.group(role, RewardWorker, workers, None, settings)
+
+        rewards = Scoring(plan, groups, start)
+        groups["reward"] = rewards.start("reward")
+        yield rewards, groups
+
+
+def test_a_role_is_loaded_anew_or_stays_as_it_is(make_recipe):
+    with scoring(make_recipe("warm_start=null"), workers=2) as (rewards, _):
+        rewards.reload("reward", {"strip": False})
+        rewards.reload("reward")
+        assert rewards.parameters == {"reward": {"reward": {"strip": False}}}
         with pytest.raises(ValueError, match="the parameters are no JSON"):
-            team.reload_reward("reward", {"strip": object()})
+            rewards.reload("reward", {"strip": object()})
         with pytest.raises(ValueError, match="'reward' is unchanged: .*did you mean 'strip'"):
-            team.reload_reward("reward", {"strp": False})
+            rewards.reload("reward", {"strp": False})
         with pytest.raises(ValueError, match="no reward role 'rewards' .*did you mean 'reward'"):
-            team.reload_reward("rewards")
+            rewards.reload("rewards")
         with pytest.raises(ValueError, match="'reward' is unchanged: .*must be bool"):
-            team.restore_rewards({"reward": {"reward": {"strip": "no"}}})
+            rewards.restore({"reward": {"reward": {"strip": "no"}}})
         with pytest.raises(ValueError, match="no reward role 'cost' is in service"):
-            team.restore_rewards({"cost": {}})
+            rewards.restore({"cost": {}})
 
 
-def test_two_nodes_that_lose_one_worker_start_it_anew_once():
+def test_workers_that_take_the_place_of_others_run_the_same_code(make_recipe, tmp_path):
+    """Also when the file has changed since, or is gone."""
+    path = tmp_path / "mine.py"
+    path.write_text("def fn(p, r, a, row, *, by=1.0):\n    return by\n")
+    recipe = make_recipe(f"roles.reward={{function: '{path}:fn'}}", "warm_start=null")
+    answers = [{"prompt_text": "1+1=", "answer": "2"}]
+    fields = {"answers": answers, "responses": Ragged.from_rows([[3]])}
+    batch = Batch(fields, {"answers": Axis.PROMPTS, "responses": Axis.TOKENS}, 1, 1)
+
+    class Lost:
+        def run(self, *args, **named):
+            raise WorkerDied("reward", 0, "score", "its process has ended", "", "")
+
+    with scoring(recipe) as (rewards, groups):
+
+        def scored() -> list[float]:
+            groups["reward"].close()
+            groups["reward"] = Lost()
+            result, repaired = rewards.score("reward", batch, 60.0)
+            assert "were started anew" in repaired
+            return result["rewards"].tolist()
+
+        path.write_text("def fn(p, r, a, row, *, by=1.0):\n    return -by\n")
+        assert scored() == [1.0]
+        rewards.reload("reward", {"by": 3.0})
+        path.unlink()
+        assert scored() == [-3.0]
+        groups["reward"].close()
+        groups["reward"] = Lost()
+        with pytest.raises(ValueError, match="'reward' is unchanged; its workers were started"):
+            rewards.reload("reward", {"by": 5.0})
+        assert groups["reward"].run(RewardWorker.score, batch)["rewards"].tolist() == [-3.0]
+
+
+def test_two_nodes_that_lose_one_worker_start_it_anew_once(make_recipe):
     """ReMax scores samples and greedy responses by one role, beside each other."""
     both, started = threading.Barrier(2), []
 
@@ -163,11 +205,9 @@ def test_two_nodes_that_lose_one_worker_start_it_anew_once():
         def run(self, *args, **named):
             return "scores"
 
-    team = object.__new__(Team)
-    team.groups, team.reward_parameters = {"reward": Lost()}, {}
-    team._start, team._replacing = {"reward": New}, threading.Lock()
+    rewards = Scoring(compile_recipe(make_recipe()), {"reward": Lost()}, lambda *told: New())
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(team.score, "reward", None, 1.0) for _ in range(2)]
+        calls = [threads.submit(rewards.score, "reward", None, 1.0) for _ in range(2)]
     assert [call.result()[0] for call in calls] == ["scores"] * 2 and len(started) == 1
 
 
@@ -175,10 +215,10 @@ def test_the_deadline_of_a_score_is_of_all_nodes_that_may_wait_for_it():
     """Workers serve the nodes of their role one after the other."""
     plan = compile_recipe(load_recipe(ROOT / "recipes" / "quickstart_remax.yaml"))
     graph, seen = plan.stages[-1].graph, []
-    team = object.__new__(Team)
-    team.groups, team.failed_samples = {"reward": None}, FailedSamples(plan.recipe)
-    result = Batch({}, {}, 1, 1)
-    team.score = lambda role, batch, seconds: (seen.append(seconds), (result, ""))[1]
+    team, result = object.__new__(Team), Batch({}, {}, 1, 1)
+    team.groups = {"reward": None}
+    team.rewards = Scoring(plan, team.groups, lambda *told: None)
+    team.rewards.score = lambda role, batch, seconds: (seen.append(seconds), (result, ""))[1]
     around = Surroundings(plan.recipe, plan.stages[-1], team, lambda c: "", lambda k, t: None)
     nodes = [node for node in graph.nodes if node.call == "score"]
     CALLS["reward", "score"](nodes[0], around, result, StepContext("main", 1, 1, 1))
@@ -246,8 +286,8 @@ class Swaps(SerialRunner):
     def run(self, graph, nodes, run_node):
         super().run(graph, nodes, run_node)
         team = self._teams[-1]
-        if not team.reward_parameters:
-            work = partial(team.reload_reward, "reward", {"model": str(self._model)})
+        if not team.rewards.parameters:
+            work = partial(team.rewards.reload, "reward", {"model": str(self._model)})
             team.between.ask("reward", Errand("a swap", work))
 
 
@@ -271,8 +311,8 @@ def test_a_reward_model_in_megatron_scores_a_run(
     rows = list(read_metrics(run(make_recipe(), Swaps(teams, other))))
     assert len(rows) == 2 and all(row["metrics"]["reward/std"] > 0 for row in rows)
     assert "eval/reward" in rows[-1]["metrics"]
-    assert teams[0].model_of("reward") == str(other)
+    assert teams[0].rewards.model_of("reward") == str(other)
     folder = run(make_recipe("steps=3"), resume=True)
-    assert teams[1].model_of("reward") == str(other)
+    assert teams[1].rewards.model_of("reward") == str(other)
     events = [event["text"] for event in read_events(folder) if event["kind"] == "reload"]
     assert events[0] == "a swap: done" and f'"model": "{other}"' in events[1]

@@ -269,11 +269,13 @@ def test_changes_that_a_resume_undoes_are_found(tmp_path: Path) -> None:
         writer.event("checkpoint", f"{tmp_path}/checkpoints/step-000002")
         writer.event("state", str(change), rule=False)
         writer.event("state", str(rule), rule=True)
+        writer.event("reload", "reload of 'reward' by a: done")
+        writer.event("reload", "reload of 'reward' by b: failed; no such file")
     checkpoint = Path("elsewhere/checkpoints/step-000002")
-    assert changes_after(checkpoint, tmp_path) == [str(change)]
+    assert changes_after(checkpoint, tmp_path) == [str(change), "reload of 'reward' by a"]
     with RunWriter(tmp_path, resume_stage="main", resume_step=2) as writer:
         writer.event("resume", "from step-000002")
-    assert len(read_events(tmp_path)) == 6 and changes_after(checkpoint, tmp_path) == [], "was told"
+    assert len(read_events(tmp_path)) == 8 and changes_after(checkpoint, tmp_path) == [], "was told"
 
 
 def test_values_that_would_do_nothing_or_harm_are_fixed(make_recipe) -> None:

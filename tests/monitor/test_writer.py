@@ -128,10 +128,13 @@ def test_a_fresh_run_moves_the_earlier_one_aside(tmp_path):
 
 
 def test_any_text_survives(tmp_path):
-    texts = ["数学 \u2028 line", "lone \udc80 surrogate", 'quote " \\ \r\n\x00']
+    texts = ["NaN", "-Infinity", "数学 \u2028 line", "lone \udc80 surrogate", 'quote " \\ \r\n\x00']
     with RunWriter(tmp_path) as writer:
-        writer.rollouts(1, [rollout(1.0, text) for text in texts])
-    assert [row["response"] for row in read_rollouts(tmp_path)] == texts
+        rewards = {"rewards": {"a": math.inf}}
+        writer.rollouts(1, [rollout(math.inf, text) | rewards for text in texts])
+    for rows in (list(read_rollouts(tmp_path)), last_rollouts(tmp_path)):
+        assert [row["response"] for row in rows] == texts
+        assert all(row["reward"] == row["rewards"]["a"] == math.inf for row in rows)
 
 
 def test_first_and_last_rollouts_are_found_without_reading_all(tmp_path, monkeypatch):

@@ -55,6 +55,13 @@ def test_registered_name_with_parameters():
     assert resolve("exact_match", {"strip": False}).call("p", " 1", "1", {}) == 0.0
 
 
+def test_a_file_may_import_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_my_reward.py").write_text("WORTH = 0.25\n")
+    path = tmp_path / "mine.py"
+    path.write_text("from beside_my_reward import WORTH\ndef fn(p, r, a, row):\n    return WORTH\n")
+    assert resolve(f"{path}:fn").call("p", "r", "a", {}) == 0.25
+
+
 def test_function_of_a_file_absolute_and_relative(file):
     function = resolve(f"{file}:shorter", {"weight": 0.5})
     assert function.call("p", "abc", None, {}) == 0.5

@@ -78,7 +78,8 @@ def test_a_sample_that_is_too_long_fails_alone(folder):
     assert first == pytest.approx(direct(folder, "2+2=4"), abs=1e-6)
     assert last == pytest.approx(direct(folder, "2+2=12"), abs=1e-6)
     assert isinstance(second, Failure) and "24 tokens, more than the model's 12" in second.text
-    assert isinstance(RewardModel(path=folder).score(items("4" * 20))[0], ValueError)
+    empty = [RewardItem("", "", "", {}), *items("4" * 20)]
+    assert all(isinstance(found, ValueError) for found in RewardModel(path=folder).score(empty))
 
 
 def test_a_models_own_chat_template(folder, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.reward_roles import is_constant, score_metrics
 from hybridflow.recipe.axes import Axis
-from hybridflow.rewards import FunctionSettings, Level, RewardError
+from hybridflow.rewards import FunctionSettings, Level, OnError, RewardError
 from hybridflow.workers.reward import RewardWorker
 
 SOURCE = """
@@ -100,6 +100,11 @@ def batch_of(*responses: list[int], samples: int = 2, answer: str = "12") -> Bat
     )
 
 
+def prepare(worker: RewardWorker, name: str, on_error: OnError = "fail", **parameters):
+    functions = [FunctionSettings("reward", name, parameters, on_error=on_error)]
+    return worker.prepare(functions, failed_share=0.5)
+
+
 def test_several_functions_are_one_weighted_sum_with_a_metric_each(make, file):
     worker = make(
         FunctionSettings("right", f"{file}:right", weight=2.0),
@@ -179,22 +184,24 @@ def test_a_worker_swaps_its_function_between_batches(make, file):
     worker = make(FunctionSettings("reward", "length", {"budget": 2}))
     batch = batch_of(ids("123"), ids("1"))
     assert worker.score(batch)["rewards"].tolist() == [0.0, 1.0]
-    assert worker.prepare({"reward": {"budget": 3}}) is None
+    assert prepare(worker, "length", budget=3) is None
     assert worker.score(batch)["rewards"].tolist() == [0.0, 1.0], "not before the swap"
     worker.swap(True)
     assert worker.score(batch)["rewards"].tolist() == [1.0, 1.0]
-    fault = worker.prepare({"reward": {"budgett": 3}})
+    fault = prepare(worker, "length", budgett=3)
     assert fault is not None and "did you mean 'budget'" in fault
     worker.swap(False)
     assert worker.score(batch)["rewards"].tolist() == [1.0, 1.0], "the old one stays"
 
 
-def test_what_would_end_the_next_step_is_not_swapped_in(make, file):
-    worker = make(FunctionSettings("reward", f"{file}:scaled"))
+@pytest.mark.parametrize("policy", ["fail", 0.0])
+def test_what_would_end_the_next_step_is_not_swapped_in(make, file, policy):
+    worker = make(FunctionSettings("reward", f"{file}:scaled", on_error=policy))
     batch = batch_of(ids("12"), ids("1"))
     assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
-    fault = worker.prepare({"reward": {"by": "abc"}})
+    fault = prepare(worker, f"{file}:scaled", policy, by="abc")
     assert fault is not None and "scaled', sample 0" in fault and "TypeError" in fault
+    assert "2 of 2 samples" in fault
     worker.swap(False)
     assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
 
@@ -204,7 +211,7 @@ def test_a_swap_reads_code_anew(make, file):
     batch = batch_of(ids("12"), ids("1"))
     assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
     file.write_text("def right(prompt, response, answer, row):\n    return 7.0\n")
-    assert worker.prepare({}) is None
+    assert prepare(worker, f"{file}:right") is None
     worker.swap(True)
     assert worker.score(batch)["rewards"].tolist() == [7.0, 7.0]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybridflow.dataflow.control.pulse import Pulse
-from hybridflow.dataflow.control.routes import Routes, while_starting
+from hybridflow.dataflow.control.routes import while_starting
 from hybridflow.dataflow.control.server import ControlServer
 from hybridflow.dataflow.run_folder import write_aside
 from hybridflow.recipe.schema_control import ControlSection
@@ -42,23 +42,16 @@ def listening(control: ControlSection | None) -> Iterator[ControlServer | None]:
 
 
 @contextmanager
-def answering(
-    server: ControlServer | None, routes: Routes, folder: Path, tell: Callable[[str, str], None]
-) -> Iterator[None]:
-    """Answers for the run while the block runs.
-
-    Args:
-        folder: of the run, which keeps the address in ``control.json`` for that time.
-        tell: is given the kind and text of an event.
-    """
+def announced(server: ControlServer | None, folder: Path) -> Iterator[None]:
+    """The run's folder keeps the port's address in ``control.json`` while the block runs. One that
+    a killed run left is of a port that somebody else may have by now, and goes."""
+    address = folder / ADDRESS_FILE
+    address.unlink(missing_ok=True)
     if server is None:
         yield
         return
-    address = folder / ADDRESS_FILE
-    server.routes = routes.table()
     try:
         write_aside(address, json.dumps({"url": server.url, "pid": os.getpid()}))
-        tell("control", f"{server.url} answers; GET /v1/models says what may be changed")
         yield
     finally:
         address.unlink(missing_ok=True)

@@ -40,8 +40,8 @@ NAMES: dict[str, tuple[str, str]] = {
 TOTALS = {
     "hybridflow_steps_total": "steps that this process has ended",
     "hybridflow_response_tokens_total": "tokens that the actor was updated on",
-    "hybridflow_reward_errors_total": "samples without a score: their call failed",
-    "hybridflow_reward_timeouts_total": "samples without a score: they were late",
+    "hybridflow_reward_errors_total": "samples that a reward function failed on, held-out ones too",
+    "hybridflow_reward_timeouts_total": "samples that a reward function was late with, likewise",
 }
 """Counters since the process started, of all stages: a series of each stage would lose what happens
 when one begins."""
@@ -52,7 +52,8 @@ def totals_of(record: StepRecord) -> dict[str, float]:
     metrics = record.metrics
 
     def failed(kind: str) -> float:
-        names = [n for n in metrics if n.startswith("reward/") and n.endswith(f"/{kind}")]
+        scores = ("reward/", "eval/reward/")
+        names = [n for n in metrics if n.startswith(scores) and n.endswith(f"/{kind}")]
         return sum(metrics[name] for name in names)
 
     added = (1.0, metrics.get("update/tokens", 0.0), failed("errors"), failed("timeouts"))

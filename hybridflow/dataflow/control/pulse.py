@@ -38,13 +38,14 @@ class Pulse:
     def beat(self, record: StepRecord, added: Mapping[str, float]) -> None:
         """A step has ended, which adds to counters."""
         with self._lock:
+            before = self._latest if record.stage == self._last.stage else {}
             self._last, self._at = record, time.monotonic()
-            self._latest = {**self._latest, **record.metrics}
+            self._latest = {**before, **record.metrics}
             sums = {name: self._totals.get(name, 0.0) + value for name, value in added.items()}
             self._totals = {**self._totals, **sums}
 
     def since_the_start(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The last value of each metric, and the counters."""
+        """The last value of each metric of the stage, and the counters."""
         with self._lock:
             return self._latest, self._totals
 

@@ -104,7 +104,7 @@ class Routes:
         """Load a reward role's functions anew before the next step, perhaps with other
         ``{"parameters": {...}}``."""
         role, body = request.parameter, _mapping(request, ("parameters", "by"))
-        models = self._team.scoring_models
+        models = self._team.rewards.models
         rewards = [r for r in self._plan.roles if self._team.kinds[r] == "reward" or r in models]
         if role not in rewards:
             raise Refused(404, f"no reward role '{role}' takes part; {hint(role, rewards)}")
@@ -113,7 +113,7 @@ class Routes:
             raise Refused(422, "'parameters' is a mapping")
         change = f" with {json.dumps(parameters)}" if parameters is not None else ""
         text = f"reload of '{role}'{change} by {_asker(request)}"
-        work = partial(self._team.reload_reward, role, parameters)
+        work = partial(self._team.rewards.reload, role, parameters)
         with _refusals():
             self._team.between.ask(role, Errand(text, work))
         return Reply(202, {"reload": self._team.between.status(role)})
@@ -129,12 +129,12 @@ class Routes:
         """The parameters in force of a reward role, and how its last reload ended."""
         status = self._team.between.status(role)
         rewards = self._plan.recipe.roles.rewards()
-        if role in self._team.scoring_models:
-            model = {"model": self._team.model_of(role)}
+        if role in self._team.rewards.models:
+            model = {"model": self._team.rewards.model_of(role)}
             return {"parameters": model, **({"reload": status} if status else {})}
         if role not in rewards:
             return {}
-        told = self._team.reward_parameters.get(role, {})
+        told = self._team.rewards.parameters.get(role, {})
         parts = {name: part for name, (_, part) in rewards[role].parts(role).items()}
         parameters = {name: told.get(name, part.parameters) for name, part in parts.items()}
         return {"parameters": parameters, **({"reload": status} if status else {})}
