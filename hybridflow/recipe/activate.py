@@ -10,6 +10,7 @@ from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import END, Graph, Node
 from hybridflow.recipe.graph_load import parse_graph
 from hybridflow.recipe.names import advice
+from hybridflow.recipe.ranges import is_graph_file
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.source import KeyPath, read_yaml
 
@@ -26,7 +27,7 @@ def read_dataflow(recipe: Recipe, key: KeyPath, value: Any) -> tuple[Graph | Non
     if isinstance(value, dict):
         return parse_graph(value, lambda path: recipe.origin_of((*key, *path)))
     where = recipe.origin_of(key)
-    is_path = value.endswith((".yaml", ".yml"))
+    is_path = is_graph_file(value)
     path = Path(value) if is_path else SHIPPED / f"{value}.yaml"
     if not is_path and value not in shipped():
         fix = f"{advice(value, shipped())} A path ends in .yaml"

@@ -15,7 +15,7 @@ from hybridflow.recipe.catalogue_roles import ROLES
 from hybridflow.recipe.faults import Fault, RecipeError
 from hybridflow.recipe.names import hint
 from hybridflow.recipe.own_code import import_own
-from hybridflow.recipe.ranges import Wrong
+from hybridflow.recipe.ranges import Wrong, is_graph_file
 from hybridflow.recipe.role_names import canonical_override, canonical_roles
 from hybridflow.recipe.schema import Recipe
 from hybridflow.recipe.schema_rewards import RewardSection
@@ -63,8 +63,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """The recipe with every default and override written out; loads to an equal recipe."""
-    return to_yaml(recipe.model_dump())
+    """The recipe with every default and override written out, graphs of files among them: it loads
+    to the same run, whatever becomes of those files."""
+    told = recipe.model_dump()
+    for section in (told, told["warm_start"] or {}):
+        if is_graph_file(section.get("dataflow")):
+            section["dataflow"] = read_yaml(section["dataflow"]).data or section["dataflow"]
+    return to_yaml(told)
 
 
 def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:

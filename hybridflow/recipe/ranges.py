@@ -77,6 +77,11 @@ def _dataflow(value: Any) -> Any:
     return value
 
 
+def is_graph_file(dataflow: Any) -> bool:
+    """Whether it is the path of a graph, rather than a shipped one's name or the graph itself."""
+    return isinstance(dataflow, str) and dataflow.endswith((".yaml", ".yml"))
+
+
 def _top_k(value: Any) -> Any:
     if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
         raise Wrong(f"must be at least 1, or -1 for all tokens, not {value!r}", "write `top_k: -1`")

@@ -81,7 +81,9 @@ def test_a_run_on_two_ranks_leaves_all_it_promises(
     assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
     events = EventAccumulator(str(folder / "tensorboard" / "main")).Reload()
     assert len(events.Scalars("reward/mean")) == 3
-    assert load_recipe(folder / "recipe.yaml") == make_recipe(DP2, varied, *own)
+    written, told = load_recipe(folder / "recipe.yaml"), make_recipe(DP2, varied, *own)
+    assert written == told.model_copy(update={"dataflow": written.dataflow})
+    assert compile_recipe(written).stages == compile_recipe(told).stages
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
     assert all(torch.isfinite(p).all() for p in exported.parameters())

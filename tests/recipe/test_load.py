@@ -1,11 +1,14 @@
 """Reading recipes: YAML 1.2, origins, overrides, faults of form."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.recipe.activate import SHIPPED
+from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.faults import RecipeError
 from hybridflow.recipe.load import load_recipe, read_draft, resolved_yaml
 from hybridflow.recipe.source import parse_yaml, to_yaml
@@ -87,6 +90,21 @@ def test_overrides_are_what_a_file_would_say(tmp_path_factory, lr, seed, shuffle
     again = path.with_name("again.yaml")
     again.write_text(resolved_yaml(recipe))
     assert load_recipe(again) == recipe
+
+
+def test_a_written_recipe_holds_the_graphs_of_files(workspace: Path):
+    """Which may change, or go, while the run goes on."""
+    for name in ("grpo", "sft"):
+        shutil.copy(SHIPPED / f"{name}.yaml", f"{name}.yaml")
+    warm = "warm_start={steps: 2, prompts_per_step: 4, lr: 1, dataflow: sft.yaml}"
+    recipe = load_recipe("recipe.yaml", ["dataflow=grpo.yaml", warm])
+    stages = compile_recipe(recipe).stages
+    Path("written.yaml").write_text(resolved_yaml(recipe))
+    for name in ("grpo", "sft"):
+        Path(f"{name}.yaml").unlink()
+    written = load_recipe("written.yaml")
+    assert compile_recipe(written).stages == stages
+    assert resolved_yaml(written) == Path("written.yaml").read_text()
 
 
 def test_overrides_replace_and_remove_sections(workspace: Path):
