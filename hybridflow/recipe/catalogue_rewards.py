@@ -8,10 +8,10 @@ from hybridflow.recipe.rules import (
     COUNT,
     HEADERS,
     INDEX,
-    MODEL_FOLDER,
     NOT_EMPTY,
     REGEX,
     SCHEMA,
+    SCORING_FOLDER,
     URL,
     VARIABLE,
     above,
@@ -117,7 +117,7 @@ _REWARDS: dict[str, RewardEntry] = {
         "the logit of a transformers model of a local folder",
         {
             "path": Option(
-                "str", required=True, description="the model's folder", rule=MODEL_FOLDER
+                "str", required=True, description="the model's folder", rule=SCORING_FOLDER
             ),
             "batch": Option("int", 8, description="most samples of one forward pass", rule=COUNT),
             "label": Option("int", description="which logit, where there are several", rule=INDEX),

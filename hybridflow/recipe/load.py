@@ -270,11 +270,15 @@ def _translate(detail: ErrorDetails, source: Source) -> Fault:
     error = detail.get("ctx", {}).get("error")
     if isinstance(error, Wrong):
         return Fault(where, f"`{dotted}` {error}", error.fix)
-    rule = detail["msg"].replace("Input should be", "must be")
-    if section is not None and detail["type"] == "model_type":
+    rule = re.sub(r"^\w+ should", "must", detail["msg"])
+    example = _example(key, info)
+    if detail["type"] == "model_type":
         rule = "must be a mapping"
-    what = f"`{dotted}` {rule}, not {detail['input']!r}"
-    return Fault(where, what, f"write for instance {_example(key, info)}")
+        if info is None and (kind := _section_at(path, source.data)) is not None:
+            example = f"`{key}: {flow_yaml(_examples(kind))}`"
+    return Fault(
+        where, f"`{dotted}` {rule}, not {detail['input']!r}", f"write for instance {example}"
+    )
 
 
 def _example(key: str, info: FieldInfo | None) -> str:
@@ -284,13 +288,14 @@ def _example(key: str, info: FieldInfo | None) -> str:
     if isinstance(value, Section):
         value = value.model_dump()
     if value is None and (kinds := _sections(info.annotation)):
-        given = {
-            name: field.examples[0]
-            for name, field in kinds[0].model_fields.items()
-            if field.examples
-        }
-        value = given
+        value = _examples(kinds[0])
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, (dict, list)):
         text = flow_yaml(value)
     return f"`{key}: {text}` ({info.description})"
+
+
+def _examples(section: type[Section]) -> dict[str, Any]:
+    """What a section needs, by example."""
+    fields = section.model_fields.items()
+    return {name: field.examples[0] for name, field in fields if field.examples}

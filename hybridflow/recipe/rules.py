@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 LARGEST = 2**31 - 1  # what every library behind the recipe can count to
 MODEL_CONFIG = "config.json"
+_HEADLESS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,21 @@ def _schema(schema: Mapping[str, Any]) -> str | None:
         return f"{error.json_path} {error.message}"
     except (TypeError, ValueError) as error:
         return str(error)
+    inner = list(_mappings(schema))
+    named = {str(one["$id"]).partition("#")[0] for one in inner if "$id" in one}
+    for reference in (one["$ref"] for one in inner if isinstance(one.get("$ref"), str)):
+        if "://" in reference and reference.partition("#")[0] not in named:
+            return f"nothing is fetched, so {reference} cannot be followed"
     return None
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every mapping within a value of JSON."""
+    if isinstance(value, Mapping):
+        yield value
+    for inner in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(inner, (Mapping, list)):
+            yield from _mappings(inner)
 
 
 def _model_folder(path: str) -> str | None:
@@ -101,6 +116,17 @@ def _model_folder(path: str) -> str | None:
     return None
 
 
+def _scoring_folder(path: str) -> str | None:
+    if why := _model_folder(path):
+        return why
+    try:
+        names = json.loads((Path(path) / MODEL_CONFIG).read_text(encoding="utf-8"))["architectures"]
+        headless = [name for name in names if name.endswith(_HEADLESS)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # transformers judges it
+    return f"{headless[0]} has no trained head for whole responses" if headless else None
+
+
 def _headers(told: Mapping[Any, Any]) -> bool:
     texts = all(isinstance(name, str) and isinstance(text, str) for name, text in told.items())
     return texts and all(re.fullmatch(r"[!-9;-~]+", name) for name in told)
@@ -109,7 +135,7 @@ def _headers(told: Mapping[Any, Any]) -> bool:
 REGEX = Rule("a Python regular expression", _regex)
 URL = Rule("http://HOST[:PORT]/PATH or https://... without a password", _url)
 SCHEMA = Rule("a JSON schema", _schema)
-MODEL_FOLDER = Rule("the folder of a model", _model_folder)
+SCORING_FOLDER = Rule("the folder of a *ForSequenceClassification", _scoring_folder)
 HEADERS = _holds("a mapping of names to texts", _headers)
 VARIABLE = _holds("a variable's name", lambda name: bool(re.fullmatch(r"[A-Za-z_]\w*", name)))
 NOT_EMPTY = _holds("a text with a letter or more", lambda text: bool(text.strip()))

@@ -31,6 +31,12 @@ def _on_error(value: Any) -> Any:
 OnError = Annotated[Literal["fail", "group_mean"] | dict[str, float], BeforeValidator(_on_error)]
 
 
+def _weight(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_reward(value):
+        raise Wrong(f"must be a number that float32 holds, not {value!r}", "write `weight: 1.0`")
+    return float(value)
+
+
 def _functions(value: Any) -> Any:
     if not isinstance(value, dict) or not value:
         what = f"must be a mapping of a name to a function, not {value!r}"
@@ -49,7 +55,9 @@ class FunctionSection(Section):
         examples=["exact_match"], description="a reward's name, `pkg.mod.fn` or `file.py:fn`"
     )
     parameters: dict[str, Any] = Field(default={}, description="keyword arguments of the function")
-    weight: float = Field(default=1.0, description="its weight in the sum")
+    weight: Annotated[float, BeforeValidator(_weight)] = Field(
+        default=1.0, description="its weight in the sum"
+    )
     on_error: OnError | None = Field(default=None, description="null: as the role's")
 
 

@@ -121,6 +121,20 @@ SETTINGS = [
     ("roles.reward.on_error=skip", "must be fail, group_mean or {value", "on_error: {value: 0.0}"),
     ("roles.reward.on_error={value: no}", "must be fail, group_mean or {value", "{value: 0.0}"),
     ("roles.reward.level=token", "scores whole responses, not tokens", "level to sequence"),
+    ("roles.reward={functions: {a: exact_match}}", "a` must be a mapping", "{function: exact_ma"),
+    ("roles.reward={functions: {a: {function: math, weight: 1.0e+39}}}", "float32", "weight: 1.0"),
+    ("data.train=''", "must have at least 1 character", "train.jsonl"),
+    ("roles.reward={_target_: reward_model, path: model}", "ForCausalLM has no trained head", ""),
+    (
+        "roles.reward={_target_: json_schema, schema: {items: {$ref: 'http://a/b#c'}}}",
+        "http://a/b#c cannot be followed",
+        "schema",
+    ),
+    (
+        "roles.reward={_target_: http, url: 'http://a', token_env: T, headers: {Authorization: x}}",
+        "both say who asks",
+        "keep one",
+    ),
     ("roles.reference=null", "'reference', which the recipe lacks", "under `roles`"),
     ("dataflow=grp", "no dataflow is named 'grp'", "did you mean 'grpo'?"),
     ("dataflow=absent.yaml", "no dataflow file absent.yaml", "mend the path"),
@@ -158,6 +172,30 @@ def test_one_setting_one_fault(workspace: Path, override: str, what: str, fix: s
     assert len(found) == 1, found
     message, _, mending = found[0].partition(" Fix: ")
     assert what in message and fix in mending, found
+
+
+def test_a_process_without_a_prompt_is_a_fault(workspace: Path):
+    (found,) = faults_of("roles.reward.workers=5", "evaluation.prompts=3")
+    assert "share 4 prompts: some have nothing" in found and "at most 4" in found
+    assert faults_of("roles.reward.workers=5") == [], "of all held-out rows there may be more"
+
+
+def test_reasoning_gym_scores_rows_with_their_task(workspace: Path):
+    gym = "roles.reward={function: reasoning_gym}"
+    found = faults_of(gym)
+    assert len(found) == 2 and "eval.jsonl has no column 'metadata'" in found[1]
+    for name in ("train", "eval"):
+        rows = '{"prompt": "a", "answer": "b", "metadata": {}}\n' * 12
+        Path(f"{name}.jsonl").write_text(rows)
+    assert faults_of(gym) == []
+
+
+def test_a_schema_may_point_into_itself(workspace: Path):
+    for schema in (
+        "{$defs: {a: {}}, $ref: '#/$defs/a'}",
+        "{$id: 'http://a/b', $ref: 'http://a/b#'}",
+    ):
+        assert faults_of(f"roles.reward={{_target_: json_schema, schema: {schema}}}") == []
 
 
 def test_sglang_needs_heads_that_divide(workspace: Path):

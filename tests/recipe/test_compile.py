@@ -91,19 +91,25 @@ def test_optimizer_steps_count_the_updates_that_are_due(workspace: Path):
     Path("flow.yaml").write_text(text.replace("loss: ppo_clip", "loss: ppo_clip\n    every: 2"))
     made = plan("dataflow=flow.yaml", "roles.actor.mini_batches=2")
     assert made.stages[0].optimizer_steps("actor") == 6  # steps 2, 4 and 5, the last
+    late = "prompts: 1, responses: 1, rollout_logprobs: 1, token_versions: 1, advantages: 1"
+    Path("flow.yaml").write_text(
+        text.replace("loss: ppo_clip", f"loss: ppo_clip\n    delay: {{{late}}}")
+    )
+    (stage,) = plan("dataflow=flow.yaml", "algorithm.kl.coef=0").stages
+    assert stage.optimizer_steps("actor") == 4  # all but the first of 5
 
 
 def test_batch_algebra(workspace: Path):
     made = plan(
         *("data.prompts_per_step=24", "data.samples_per_prompt=5", "roles.actor.mini_batches=3"),
-        "roles.actor.micro_batch_tokens=50",
+        "roles.actor.micro_batch_tokens=38",
     )
     batch = made.algebra(made.stages[0], "actor")
     assert (batch.prompts, batch.samples, batch.dp) == (24, 120, 2)
     assert (batch.prompts_per_rank, batch.samples_per_rank) == (12, 60)
     assert batch.mini_batch_samples == 20
     assert (batch.max_sample_tokens, batch.max_step_tokens) == (12, 1440)
-    assert batch.max_micro_batches == 5  # 4 samples of 12 tokens fit into 50
+    assert batch.max_micro_batches == 7  # 3 samples of 12 tokens fit into 38
 
 
 def test_pools(workspace: Path):

@@ -86,7 +86,9 @@ def test_a_reward_that_is_told_right(workspace: Path) -> None:
     told = "url: 'http://[::1]:80/x?y', headers: {X-Who: me}, token_env: _T, timeout_seconds: 1"
     assert faults_of(f"roles.reward={{function: http, parameters: {{{told}}}}}") == []
     assert faults_of("roles.reward={_target_: json_schema, schema: {type: object}}") == []
-    assert faults_of("roles.reward={_target_: reward_model, path: model, label: 0}") == []
+    Path("scorer").mkdir()
+    Path("scorer/config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert faults_of("roles.reward={_target_: reward_model, path: scorer, label: 0}") == []
 
 
 def test_null_stands_for_a_default_of_none() -> None:

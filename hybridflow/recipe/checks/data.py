@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.recipe.assets import how_to_make
 from hybridflow.recipe.axes import Axis
-from hybridflow.recipe.catalogue import GRAPH_INPUTS, column_keys, signature
+from hybridflow.recipe.catalogue import GRAPH_INPUTS, REWARDS, column_keys, signature
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.checks.files import Found, look
 from hybridflow.recipe.faults import Fault
@@ -110,6 +110,22 @@ def _column_faults(context: Context, use: _Use, found: Found) -> Iterator[Fault]
             yield context.fault(f"data.{name}", what, fix)
 
 
+def metadata_faults(context: Context) -> Iterator[Fault]:
+    """Rows without the column by which reasoning-gym scores."""
+    recipe = context.recipe
+    parts = [part for s in recipe.roles.rewards().values() for _, part in s.parts("").values()]
+    if all(REWARDS.canonical(part.function) != "reasoning_gym" for part in parts):
+        return
+    for key, path in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        if path is None or not Path(path).expanduser().exists():
+            continue
+        found = look(Path(path).expanduser(), ())
+        if found.columns and "metadata" not in found.columns:
+            what = f"{path} has no column 'metadata', by which the reward reasoning_gym scores"
+            fix = "take the rows of `hybridflow make reasoning-gym`, or another reward"
+            yield context.fault(key, what, fix)
+
+
 def mask_faults(context: Context) -> Iterator[Fault]:
     """Nodes that would take what others say in a conversation as the assistant's words."""
     data = context.recipe.data
@@ -151,5 +167,6 @@ CHECKS = (
         ),
         file_faults,
     ),
+    Check(("roles", "data"), metadata_faults),
     Check(("dataflow", "warm_start.dataflow", "roles.*", "data"), mask_faults),
 )
