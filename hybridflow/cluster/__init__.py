@@ -17,6 +17,7 @@ from hybridflow.cluster.session import Pool, Session
 from hybridflow.cluster.transfer import (
     DATA_PARALLEL,
     GATHER,
+    MINI_BATCHES,
     ONE_TO_ALL,
     ROUND_ROBIN,
     Piece,
@@ -27,6 +28,7 @@ from hybridflow.cluster.transfer import (
 __all__ = [
     "DATA_PARALLEL",
     "GATHER",
+    "MINI_BATCHES",
     "ONE_TO_ALL",
     "ROUND_ROBIN",
     "CallTimeout",

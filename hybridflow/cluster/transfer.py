@@ -65,8 +65,12 @@ class DataParallel:
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: ParallelLayout, turn: int = 0
     ) -> list[Piece | None]:
+        parts = self.parts(args, kwargs)
+
         def cut(value: Any) -> list[Any]:
-            return value.split(layout.dp) if isinstance(value, Batch) else [value] * layout.dp
+            if not isinstance(value, Batch):
+                return [value] * layout.dp
+            return value.split(layout.dp) if parts == 1 else dealt(value, parts, layout.dp)
 
         args_of_dp = list(zip(*map(cut, args), strict=True)) or [()] * layout.dp
         named = {name: cut(value) for name, value in kwargs.items()}
@@ -75,6 +79,11 @@ class DataParallel:
             for dp in range(layout.dp)
         ]
         return [pieces[layout.coordinates(rank).dp] for rank in range(layout.world)]
+
+    @staticmethod
+    def parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """How many parts each rank cuts its piece into."""
+        return 1
 
     def merge(self, results: Sequence[Any], layout: ParallelLayout) -> Any:
         by_dp = [results[rank] for rank in self.sources(layout)]
@@ -89,6 +98,31 @@ class DataParallel:
         places = {rank: layout.coordinates(rank) for rank in range(layout.world)}
         last = [rank for rank, at in places.items() if at.tp == 0 and at.pp == layout.pp - 1]
         return sorted(last, key=lambda rank: places[rank].dp)
+
+
+class MiniBatches(DataParallel):
+    """``DataParallel`` for calls that work on mini-batches one after the other.
+
+    The k-th mini-batches of all ranks together are the k-th run of the batch's prompts, so that an
+    optimizer step sees the same samples whatever the number of ranks. An argument has their number
+    as ``mini_batches``.
+    """
+
+    @staticmethod
+    def parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        told = (getattr(value, "mini_batches", None) for value in (*args, *kwargs.values()))
+        return next((number for number in told if number is not None), 1)
+
+
+def dealt(batch: Batch, parts: int, ranks: int) -> list[Batch]:
+    """Each rank's share of every one of ``parts`` runs of the batch, in their order.
+
+    Prompts that do not divide by both are split in plain runs.
+    """
+    if batch.prompts % (parts * ranks):
+        return batch.split(ranks)
+    shares = [part.split(ranks) for part in batch.split(parts)]
+    return [Batch.concat(list(share)) for share in zip(*shares, strict=True)]
 
 
 class RoundRobin:
@@ -108,6 +142,7 @@ class RoundRobin:
 ONE_TO_ALL = OneToAll()
 GATHER = Gather()
 DATA_PARALLEL = DataParallel()
+MINI_BATCHES = MiniBatches()
 ROUND_ROBIN = RoundRobin()
 
 

@@ -73,7 +73,8 @@ class LossSettings:
         aggregation: an entry of ``hybridflow.algorithms.AGGREGATIONS``.
         loss_divisor: tokens by which the aggregation ``constant`` divides.
         temperature: of the sampler; logits are divided by it here too.
-        mini_batches: optimizer steps per epoch; each takes a run of every rank's prompts.
+        mini_batches: optimizer steps per epoch; the k-th takes the k-th run of every rank's
+            prompts, together the k-th run of the whole batch's (``MiniBatches`` deals them so).
         epochs: passes over the batch.
         preference: of losses of whole responses.
         lr_scale: times the schedule's learning rate at each optimizer step.

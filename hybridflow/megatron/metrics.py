@@ -1,6 +1,7 @@
 """Sums over tokens on every rank, and the means that all ranks report."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,7 @@ class RolloutGap:
         """``batch``: this rank's rows, all mini-batches."""
         self._threshold = settings.agreement_threshold
         self._bound = settings.agreement_bound
+        self._mini_batches = settings.mini_batches
         self._rollout: Ragged = batch["rollout_logprobs"]
         tokens = len(self._rollout.values)
         self._trainer_T = torch.zeros(tokens, device=device)
@@ -145,8 +147,16 @@ class RolloutGap:
         if self._bound is None:
             return
         worst = agreement.worst_token(*self._compared())
-        device = self._trainer_T.device
-        agreement.check(_worst_of_all(worst, len(self._rollout), device), self._bound)
+        worst = None if worst is None else replace(worst, sample=self._in_batch(worst.sample))
+        agreement.check(_worst_of_all(worst, self._trainer_T.device), self._bound)
+
+    def _in_batch(self, sample: int) -> int:
+        """The place in the whole batch of one of this rank's samples: each mini-batch is shared
+        out over the ranks."""
+        share = max(len(self._rollout) // self._mini_batches, 1)
+        replicas = parallel_state.get_data_parallel_world_size()
+        turn, place = divmod(sample, share)
+        return (turn * replicas + parallel_state.get_data_parallel_rank()) * share + place
 
     def _compared(self) -> tuple[Ragged, Tensor, Tensor]:
         """The rollout's log-probabilities, the trainer's, and which tokens are compared."""
@@ -167,25 +177,17 @@ class RolloutGap:
         metrics.maximum(self.MAXIMUM, values["rollout_gap_mean"])
 
 
-def _worst_of_all(mine: TokenGap | None, samples: int, device: torch.device) -> TokenGap | None:
-    """The worst token over all ranks, its sample counted in the whole batch; collective."""
-    replica = parallel_state.get_data_parallel_rank()
-    row = [replica, samples, -1, 0, 0, 0]
+def _worst_of_all(mine: TokenGap | None, device: torch.device) -> TokenGap | None:
+    """The worst token over all ranks; collective."""
+    row = [-1, 0, 0, 0]
     if mine is not None:
-        row[2:] = [mine.sample, mine.token, mine.rollout, mine.trainer]
-    row_6 = torch.tensor(row, dtype=torch.float64, device=device)
-    rows = [torch.empty_like(row_6) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row_6)
-    found = [found_6.tolist() for found_6 in rows]
-    samples_of = {int(each[0]): int(each[1]) for each in found}
+        row = [mine.sample, mine.token, mine.rollout, mine.trainer]
+    row_4 = torch.tensor(row, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(row_4) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row_4)
     gaps = [
-        TokenGap(
-            int(sample) + sum(n for other, n in samples_of.items() if other < where),
-            int(token),
-            rollout,
-            trainer,
-        )
-        for where, _, sample, token, rollout, trainer in found
+        TokenGap(int(sample), int(token), rollout, trainer)
+        for sample, token, rollout, trainer in (found_4.tolist() for found_4 in rows)
         if sample >= 0
     ]
     return max(gaps, key=lambda each: each.gap, default=None)

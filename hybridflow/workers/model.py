@@ -13,7 +13,7 @@ import torch
 from hybridflow import owned
 from hybridflow.batch import Batch, Ragged
 from hybridflow.cluster.host import this_node
-from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, ONE_TO_ALL, transfer
+from hybridflow.cluster.transfer import DATA_PARALLEL, GATHER, MINI_BATCHES, ONE_TO_ALL, transfer
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.reshard import Seat
 
@@ -122,7 +122,7 @@ class ModelWorker:
             batch.samples_per_prompt,
         )
 
-    @transfer(DATA_PARALLEL)
+    @transfer(MINI_BATCHES)
     def update(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The optimizer steps of one training step; the same metrics on every rank."""
         with _computing:
@@ -134,13 +134,13 @@ class ModelWorker:
         with _computing:
             return self._engine.evaluate(batch, loss)
 
-    @transfer(DATA_PARALLEL)
+    @transfer(MINI_BATCHES)
     def update_values(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """``update`` of a critic."""
         with _computing:
             return self._engine.update_values(batch, loss)
 
-    @transfer(DATA_PARALLEL)
+    @transfer(MINI_BATCHES)
     def update_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """``update`` of a reward model on pairs."""
         with _computing:

@@ -1,12 +1,21 @@
 """The protocols alone: pure functions of arguments, results and layout."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.batch import Batch, Ragged
-from hybridflow.cluster import DATA_PARALLEL, GATHER, ONE_TO_ALL, ROUND_ROBIN, transfer
+from hybridflow.cluster import (
+    DATA_PARALLEL,
+    GATHER,
+    MINI_BATCHES,
+    ONE_TO_ALL,
+    ROUND_ROBIN,
+    transfer,
+)
 from hybridflow.cluster.transfer import transfer_of
 from hybridflow.recipe.axes import Axis
 from megatron_bridge.layout import ParallelLayout
@@ -34,6 +43,27 @@ def test_merge_of_split_is_the_batch(layout: ParallelLayout, prompts: int, group
     assert DATA_PARALLEL.merge([piece.args[0] for piece in pieces if piece], layout).equals(batch)
     others = [piece.kwargs["other"] for piece in pieces if piece]
     assert DATA_PARALLEL.merge(others, layout).equals(batch)
+
+
+@dataclass(frozen=True)
+class Loss:
+    mini_batches: int
+
+
+@given(layouts, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
+@settings(deadline=None)
+def test_ranks_share_every_mini_batch(layout, parts, share, spare, groups) -> None:
+    """The k-th parts of all ranks together are the k-th part of the whole."""
+    batch = make(parts * layout.dp * share, groups)
+    pieces = MINI_BATCHES.split((batch, Loss(parts)), {}, layout)
+    by_dp = [pieces[layout.rank(dp=dp)].args[0] for dp in range(layout.dp)]
+    for number, whole in enumerate(batch.split(parts)):
+        mine = [part.split(parts)[number] for part in by_dp]
+        assert Batch.concat(mine).equals(whole)
+    if layout.dp > 1:
+        uneven = make(parts * layout.dp * share + 1, groups)
+        plain = DATA_PARALLEL.split((uneven,), {}, layout)[0].args[0]
+        assert MINI_BATCHES.split((uneven, Loss(parts + 1)), {}, layout)[0].args[0].equals(plain)
 
 
 @given(layouts)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch import Batch, Ragged
+from hybridflow.cluster.transfer import dealt
 from hybridflow.megatron.config import EngineConfig, LossSettings, OptimizerSettings
 from hybridflow.megatron.engine import Engine
 from hybridflow.recipe.axes import Axis
@@ -52,9 +53,9 @@ def make_engine(path: str, layout: ParallelLayout, **options: Any) -> Engine:
     return Engine(EngineConfig(path, layout, **config))
 
 
-def my_part(batch: Batch, layout: ParallelLayout) -> Batch:
+def my_part(batch: Batch, layout: ParallelLayout, mini_batches: int = 1) -> Batch:
     """This rank's rows."""
-    return batch.split(layout.dp)[layout.coordinates(dist.get_rank()).dp]
+    return dealt(batch, mini_batches, layout.dp)[layout.coordinates(dist.get_rank()).dp]
 
 
 def two_steps(

@@ -30,7 +30,8 @@ def updates(
     path: str, layout: ParallelLayout, batches: list[Batch], loss: LossSettings, **options: Any
 ) -> dict[str, Any]:
     engine = make_engine(path, layout, **options)
-    metrics = [engine.update(my_part(batch, layout), loss) for batch in batches]
+    parts = [my_part(batch, layout, loss.mini_batches) for batch in batches]
+    metrics = [engine.update(part, loss) for part in parts]
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     return {"metrics": metrics, "weights": weights}
 
@@ -54,6 +55,15 @@ def test_mini_batches_and_epochs_are_single_steps_in_order(tiny_qwen3: str):
     norms = [metrics["grad_norm"] for metrics in steps["metrics"]]
     assert whole["metrics"][0]["grad_norm"] == pytest.approx(sum(norms) / 4)
     assert whole["metrics"][0]["ratio_mean"] != 1
+
+
+def test_ranks_do_not_change_what_a_mini_batch_holds(tiny_qwen3: str):
+    batch = with_old(make_batch())
+    loss = replace(GRPO, clip_low=0.9, clip_high=5.0, mini_batches=2, epochs=2)
+    (expected,) = run_ranks(updates, 1, tiny_qwen3, ONE, [batch], loss)
+    split = run_ranks(updates, 2, tiny_qwen3, DP2, [batch], loss)[0]
+    assert_same_weights(split, expected)
+    assert split["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", sorted({*AGGREGATIONS} - {"constant"}))
@@ -163,6 +173,14 @@ def test_disagreement_names_the_sample_on_every_rank(tiny_qwen3: str):
     with pytest.raises(RanksFailed, match=text) as failure:
         run_ranks(updates, 4, tiny_qwen3, ParallelLayout(pp=2, dp=2), [wrong], bounded)
     assert str(failure.value).count(f"Disagreement: {text}") >= 4
+
+    # The first of two mini-batches holds prompts 0 and 1, and sample 4 is the second rank's.
+    rollout = agreeing["rollout_logprobs"].clone()
+    rollout[4][0] -= 0.5
+    early = agreeing.with_field("rollout_logprobs", Axis.TOKENS, rollout)
+    halves = replace(bounded, mini_batches=2)
+    with pytest.raises(RanksFailed, match="Disagreement: sample 4, token 0 of the response"):
+        run_ranks(updates, 2, tiny_qwen3, DP2, [with_old(early)], halves)
 
     versions[sample][token] = 3  # an older version: it may differ
     stale = wrong.with_field("token_versions", Axis.TOKENS, versions)
