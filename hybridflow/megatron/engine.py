@@ -317,6 +317,11 @@ class Engine:
         live.load_weights(self._core, folder)
         self._keep_reference_head()
 
+    def not_finite(self) -> str:
+        """A parameter of this rank that holds NaN or infinity; empty where none does."""
+        named = self._core.named_parameters()
+        return next((name for name, p in named if not bool(p.data.isfinite().all())), "")
+
     @property
     def pad_token_id(self) -> int | None:
         """What the model's config calls padding; None: nothing."""

@@ -224,7 +224,8 @@ class ModelWorker:
             self._engine.load_pretrained(Path(folder))
         except (ValueError, OSError) as error:
             return str(error)
-        return None
+        wrong = self._engine.not_finite()
+        return f"{folder} holds NaN or infinity, such as in '{wrong}'" if wrong else None
 
     @transfer(ONE_TO_ALL)
     def save_pretrained(self, folder: str, by_token: bool = False) -> None:

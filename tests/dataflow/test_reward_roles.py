@@ -1,5 +1,6 @@
 """Reward roles within whole runs in this process."""
 
+import math
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -225,11 +226,13 @@ def test_the_deadline_of_a_score_is_of_all_nodes_that_may_wait_for_it():
     assert len(nodes) == 3 and seen == [3 * 60.0 + SCORE_GRACE_SECONDS]
 
 
-def judge_of(quickstart: Path, folder: Path, seed: int) -> Path:
+def judge_of(quickstart: Path, folder: Path, seed: int, scale: float = 1.0) -> Path:
     """A reward model of the quickstart's shape and tokenizer, of random weights."""
     config = Qwen3Config.from_pretrained(quickstart, num_labels=1, pad_token_id=0)
     torch.manual_seed(seed)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.score.weight.data.mul_(scale)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(quickstart).save_pretrained(folder)
     return folder
 
@@ -247,6 +250,7 @@ def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path, mo
     shutil.copytree(two, broken)
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+    diverged = judge_of(quickstart, tmp_path / "diverged", 7, scale=math.nan)
     rows = {"prompts": Ragged.from_rows([[3, 4, 5]]), "responses": Ragged.from_rows([[6, 7], [8]])}
     axes = {"prompts": Axis.PROMPTS, "responses": Axis.TOKENS}
     batch = Batch(rows, axes, 1, 2)
@@ -262,7 +266,7 @@ def test_a_reward_model_in_megatron_is_swapped_or_stays(quickstart, tmp_path, mo
         group, other = scorer("reward", one), scorer("other", two)
         first, second = scores(group), scores(other)
         assert first != second
-        for folder in (broken, tmp_path / "absent", quickstart):
+        for folder in (broken, tmp_path / "absent", quickstart, diverged):
             with pytest.raises(ValueError, match="reward role 'reward' is unchanged: "):
                 swap_model(group, "reward", {"model": str(folder)}, str(one))
             assert scores(group) == first
