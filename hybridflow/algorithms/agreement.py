@@ -98,8 +98,8 @@ def worst_token(rollout: Ragged, trainer_T: Tensor, compared_T: Tensor) -> Token
     if not len(places):
         return None
     rollout_T = rollout.values[places]
-    gap_T = (trainer_T[places] - rollout_T).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    place = int(places[int(gap_T.argmax())])
+    gap_T = (trainer_T[places] - rollout_T).abs()
+    place = int(places[int(gap_T.argmax())])  # what is not a number counts as the largest
     sample = int(torch.searchsorted(rollout.offsets, place, right=True)) - 1
     token = place - int(rollout.offsets[sample])
     return TokenGap(sample, token, float(rollout.values[place]), float(trainer_T[place]))

@@ -6,7 +6,7 @@ through an index. A row feeds ``prompt + response[:-1]`` to the model: the last 
 successor to predict.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Pack:
         source_R: ``[R]`` int64 their places in the batch's flat response values.
         sequence_R: ``[R]`` int64 the sequence of the pack that each belongs to.
         responses_N: ``[sequences]`` int64 predicted response tokens of each; a response is never
-            cut.
+            cut over two packs.
         rows_N: ``[sequences]`` int64 the batch's response that each is.
     """
 
@@ -50,6 +50,19 @@ class Pack:
     sequence_R: Tensor
     responses_N: Tensor
     rows_N: Tensor
+
+    def predicting(self, chosen_R: Tensor) -> "Pack":
+        """The same pack, of which some response tokens are predicted no more: a loss that looks at
+        whole responses is not to see them."""
+        sequence_R = self.sequence_R[chosen_R]
+        return replace(
+            self,
+            predict_R=self.predict_R[chosen_R],
+            labels_R=self.labels_R[chosen_R],
+            source_R=self.source_R[chosen_R],
+            sequence_R=sequence_R,
+            responses_N=torch.bincount(sequence_R, minlength=len(self.rows_N)),
+        )
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on another device."""

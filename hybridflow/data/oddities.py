@@ -16,6 +16,7 @@ def oddities(path: Path, encoded: Encoded, renderer: Renderer) -> list[str]:
     """
     return [
         *_equal_pairs(path, encoded),
+        *_equal_labels(path, encoded),
         *_unknown(path, encoded, renderer),
         *_unread(path, renderer),
     ]
@@ -35,6 +36,14 @@ def _equal_pairs(path: Path, encoded: Encoded) -> list[str]:
         f"{path}: the chosen and the rejected response of {equal} of {len(chosen)} rows are the "
         "same, which teaches nothing"
     ]
+
+
+def _equal_labels(path: Path, encoded: Encoded) -> list[str]:
+    kinds = set(encoded.labels or ())
+    if len(kinds) != 1:
+        return []
+    kind = "desirable" if kinds.pop() else "undesirable"
+    return [f"{path}: every row is labelled {kind}, so nothing tells good answers from bad ones"]
 
 
 def _unknown(path: Path, encoded: Encoded, renderer: Renderer) -> list[str]:

@@ -53,8 +53,8 @@ def _files(recipe: Recipe) -> dict[str, tuple[str, frozenset[str]]]:
         files["warm start"] = warm_start.train, inputs["warm_start"]
     elif warm_start is not None:
         files["training"] = recipe.data.train, inputs["main"] | inputs["warm_start"]
-    if recipe.data.eval is not None:
-        files["evaluation"] = recipe.data.eval, stages[-1].rows_of("eval") or inputs["main"]
+    if recipe.data.eval is not None and (wanted := stages[-1].rows_of("eval")):
+        files["evaluation"] = recipe.data.eval, wanted
     return files
 
 
@@ -112,6 +112,8 @@ def _mask(row: PromptRow) -> Text:
     if untrained := len(row.answer_ids) - sum(row.answer_mask):
         text.append(f" and {untrained} tokens of others' turns", _MASKED)
     text.append(", ").append(f"1 for {trained} {noun} tokens", _TRAINED)
+    if row.chosen_ids:
+        return text.append(" of both responses")
     return text.append(" of a supervised step; in RL, 1 for every token of a response")
 
 

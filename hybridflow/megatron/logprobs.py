@@ -84,6 +84,11 @@ class TokenReadings:
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
 
+    def of(self, chosen_T: Tensor) -> "TokenReadings":
+        """Those of the tokens whose ``chosen_T`` is true."""
+        entropy_T = None if self.entropy_T is None else self.entropy_T[chosen_T]
+        return TokenReadings(self.logprobs_T[chosen_T], entropy_T)
+
 
 @dataclass(frozen=True)
 class VocabParallelLogits:

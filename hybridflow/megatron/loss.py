@@ -85,9 +85,13 @@ class UpdateLoss(Measured):
         def pack_loss(pack: Pack, logits: VocabParallelLogits) -> Tensor:
             readings = logits.read(entropy=self._settings.reads_entropy)
             kl_R = self._kl(rows, pack, logits, readings)
-            token_loss = self._token_loss(rows, pack, readings, kl_R)
             if first:
                 self._compare(rows, pack, readings.logprobs_T.detach())
+            if rows.correction is not None:
+                kept_R = rows.correction.kept_T[pack.source_R]
+                pack, readings = pack.predicting(kept_R), readings.of(kept_R)
+                kl_R = None if kl_R is None else kl_R[kept_R]
+            token_loss = self._token_loss(rows, pack, readings, kl_R)
             weighted = weighted_sum(rows.weights_T, token_loss.loss_T, pack.source_R)
             self._metrics.add("loss", weighted, rows.normaliser / len(rows.packs))
             self._metrics.add_sums(token_loss.sums, len(pack.source_R))
@@ -188,4 +192,7 @@ class UpdateLoss(Measured):
                 CorrectionMetrics.add(self._metrics, rows.correction)
         if self._gap is not None:
             self._gap.report(self._metrics)
-        return CorrectionMetrics.finish(self._metrics.reduce())
+        found = self._metrics.reduce(perhaps=RolloutGap.SUMS)
+        if RolloutGap.SUMS[0] not in found:  # all tokens are of older weights
+            found.pop(RolloutGap.MAXIMUM, None)
+        return CorrectionMetrics.finish(found)

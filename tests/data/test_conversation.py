@@ -1,6 +1,7 @@
 """Conversations: which tokens the assistant wrote, by templates of several kinds."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -274,6 +275,15 @@ def test_what_is_hardly_meant_is_told(chatml, tmp_path):
         load_dataset(Settings(), chatml, path, PAIR)
 
 
+def test_the_longer_response_of_a_pair_decides_whether_it_fits(tokenizer, tmp_path):
+    pair = {"prompt": "1", "chosen": "2", "rejected": "12345"}
+    path = write(tmp_path / "pairs.jsonl", pair, pair | {"chosen": "12345", "rejected": "2"})
+    for most, kept in ((7, 2), (6, 0)):
+        told = Settings(max_tokens=most)
+        with nullcontext() if kept else pytest.raises(ValueError, match="all 2 rows have more"):
+            assert len(load_dataset(told, tokenizer, path, PAIR)) == kept
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, None, [1]])
 def test_values_that_are_no_answer(tokenizer, tmp_path, value):
     path = write(tmp_path / "rows.jsonl", {"prompt": "1", "answer": value, "margin": -1})
@@ -293,6 +303,11 @@ def test_labels_margins_and_lengths(tokenizer, tmp_path):
     dataset = load_dataset(settings, tokenizer, path, ("prompts", "targets", "labels"))
     assert [dataset.row(i).label for i in range(3)] == [True, False, True]
     assert (len(dataset), dataset.dropped) == (3, 1), "prompt and answer are too long together"
+    assert dataset.oddities == []
+    (odd,) = load_dataset(
+        settings, tokenizer, write(tmp_path / "good.jsonl", rows[0]), ("prompts", "labels")
+    ).oddities
+    assert "every row is labelled desirable, so nothing tells good" in odd
     with pytest.raises(ValueError, match=r"rows.jsonl:4: the row has no 'margin'"):
         load_dataset(settings, tokenizer, path, ("prompts", "margins"))
     with pytest.raises(ValueError, match=r"all 4 rows have more than data.max_tokens=2"):

@@ -59,6 +59,15 @@ def test_a_sample_shows_text_answer_and_mask(dataset, tokenizer):
         assert part in shown
 
 
+def test_a_pair_shows_both_responses(tmp_path, tokenizer):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "1", "chosen": "23", "rejected": "4", "margin": 0.5}\n')
+    row = load_dataset(Settings(), tokenizer, path, ("prompts", "pairs", "margins")).row(0)
+    shown = text_of(sample(row, tokenizer, number=0))
+    for part in ("2/5 3/6 <eos>/1", "4/7 <eos>/1", "0.5", "1 for 5 response tokens of both"):
+        assert part in shown
+
+
 def test_the_summary_counts_what_is_left_out(dataset):
     assert summary(dataset, Settings(max_prompt_tokens=5)).splitlines() == [
         "3 rows, 2 prompts kept, 1 left out: longer than data.max_prompt_tokens=5",
@@ -79,7 +88,10 @@ def test_command_shows_the_first_rows_of_the_run(tmp_path, capsys, monkeypatch, 
     training = load_dataset(Settings(), tokenizer, folder / "train.jsonl")
     for row in PromptStream(training, seed=0).next(2):
         assert row.prompt_text in shown
-    assert "9,500 rows" in shown and "500 rows" in shown and "6 tokens each" in shown
+    assert "9,500 rows" in shown and "6 tokens each" in shown
+    assert "evaluation:" not in shown, "nothing is evaluated"
+    assert run("data", recipe, "--rows", 1, "evaluation={every: 1}") == 0
+    assert "\n500 rows" in capsys.readouterr().out
     assert run("data", recipe, "data.answer_column=answers") == 2
     assert "did you mean 'answer'" in capsys.readouterr().err
     assert run("data", recipe, f"model.path={tmp_path}") == 2

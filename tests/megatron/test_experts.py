@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from hybridflow.algorithms.packing import pack_rows
 from hybridflow.batch import Batch, Ragged
+from hybridflow.megatron import shared_prompts
 from megatron_bridge.layout import ParallelLayout
 from tests.megatron.cases import GRPO, make_batch, make_engine, merged, my_part, two_steps
 from tests.megatron.test_layouts import assert_same
@@ -85,6 +87,22 @@ def shares_prompts(path: str) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_are_computed_once(request: pytest.FixtureRequest, model: str):
     assert run_ranks(shares_prompts, 1, request.getfixturevalue(model)) == [True]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"moe_aux_loss_coeff": 0.01},
+        {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-3},
+    ],
+)
+def test_where_tokens_are_counted_by_expert_each_prompt_counts_as_often_as_it_is_there(told: Any):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
+    router = {"moe_router_load_balancing_type": "aux_loss", "moe_router_score_function": "sigmoid"}
+    config = TransformerConfig(**sizes, **router, **told)
+    assert shared_prompts._balances_experts(config)
+    config.moe_aux_loss_coeff, config.moe_router_enable_expert_bias = 0.0, False
+    assert not shared_prompts._balances_experts(config)
 
 
 def logprobs(path: str, layout: ParallelLayout, batch: Batch) -> Any:

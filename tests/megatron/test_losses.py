@@ -1,6 +1,7 @@
 """Every loss gives one loss and one gradient norm, however its responses are spread and packed."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,9 +159,48 @@ def test_a_masked_response_is_as_good_as_absent(tiny_qwen3: str):
     assert masked == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def from_itself(path: str, layout: ParallelLayout) -> dict[str, float]:
+def rejected(path: str, kept: Batch) -> dict[str, Any]:
+    """Losses of whole responses without the tokens that a bound rejects, and without those that a
+    mask names; the KL from the old policy by hand."""
+    engine = make_engine(path, ONE, optimizer=STILL)
+    batch, now = off_policy_batch(), engine.logprobs(off_policy_batch())
+    assert now is not None
+    correction = CorrectionSettings("rejection", "token", low=0.8, high=1.3)
+    found: dict[str, Any] = {}
+    for name in ("gspo", "gspo_token", "gmpo", "ppo_clip"):
+        loss = replace(settings(name), measure_entropy=True)
+        found[name] = (
+            engine.update(batch, replace(loss, correction=correction)),
+            engine.update(kept, loss),
+        )
+    gap_T = (batch["old_logprobs"].values - now.values).double()
+    policy_kl = (torch.exp(-gap_T) - 1 + gap_T).mean().item()
+    return found | {"policy_kl": (policy_kl, engine.update(batch, settings("gspo"))["policy_kl"])}
+
+
+def test_what_is_rejected_is_not_seen_by_losses_of_whole_responses(tiny_qwen3: str):
+    batch = off_policy_batch()
+    ratio_T = (batch["old_logprobs"].values - batch["rollout_logprobs"].values).exp()
+    inside = batch["responses"].with_values((ratio_T >= 0.8) & (ratio_T <= 1.3))
+    kept = batch.with_field("response_mask", Axis.TOKENS, inside)
+    (found,) = run_ranks(rejected, 1, tiny_qwen3, kept)
+    by_hand, policy_kl = found.pop("policy_kl")
+    assert policy_kl == pytest.approx(by_hand, rel=1e-4) and by_hand > 0.01
+    for name, (rejecting, masked) in found.items():
+        assert 0 < rejecting["correction_share"] < 1
+        same = masked.keys() - {"rollout_gap_mean", "rollout_gap_max", "rollout_gap_share"}
+        for metric in same - {"rollout_kl", "old_gap_mean"}:  # which see all tokens
+            given = pytest.approx(masked[metric], rel=1e-5, abs=1e-7)
+            assert rejecting[metric] == given, (name, metric)
+
+
+def from_itself(path: str, layout: ParallelLayout, folder: Path) -> dict[str, float]:
     engine = make_engine(path, layout, optimizer=MOVING, keep_reference_head=True)
     part = my_part(off_policy_batch(), layout)
+    engine.update(part, settings("ppo_clip"))  # as a warm start, from which the reference begins
+    engine.save_pretrained(folder)
+    engine.load_pretrained(folder)
+    engine.begin_stage(MOVING)
     responses, hidden = part["responses"], engine.hidden(part)
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, hidden)
@@ -174,11 +214,11 @@ def from_itself(path: str, layout: ParallelLayout) -> dict[str, float]:
 @pytest.mark.parametrize("layout", [ONE, ParallelLayout(tp=2, pp=2)], ids=["one", "tp2pp2"])
 @pytest.mark.parametrize("kind", ["tiny_qwen3", "tied_qwen3"])
 def test_the_whole_kl_grows_from_nothing(
-    request: pytest.FixtureRequest, kind: str, layout: ParallelLayout
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, layout: ParallelLayout
 ):
     """Its own hidden states under its own head are the policy; after a step they no longer are."""
     path = request.getfixturevalue(kind)
-    result = run_ranks(from_itself, layout.world, path, layout)[0]
+    result = run_ranks(from_itself, layout.world, path, layout, tmp_path / "model")[0]
     assert result["before"] == pytest.approx(0, abs=1e-6) and result["after"] > 1e-4
 
 
@@ -213,7 +253,10 @@ def masked_steps(
     still = all(map(torch.equal, weights, [tensor for _, tensor in engine.export_weights()]))
     kept = half.with_field("sample_mask", Axis.SAMPLES, ~nothing)
     parts = Batch.concat([my_part(masked, layout), my_part(kept, layout)])
-    metrics = engine.update(parts, replace(loss, mini_batches=2, agreement_bound=9.0))
+    sampled = engine.logprobs(parts)
+    assert sampled is not None
+    parts = parts.with_field("rollout_logprobs", Axis.TOKENS, sampled)
+    metrics = engine.update(parts, replace(loss, mini_batches=2, agreement_bound=1e-4))
     other.update(my_part(kept, layout), loss)
     pairs = zip(engine.export_weights(), other.export_weights(), strict=True)
     return metrics, [still, all(torch.equal(one, two) for (_, one), (_, two) in pairs)]
@@ -228,7 +271,7 @@ def test_a_masked_mini_batch_takes_no_step(tiny_qwen3: str, layout: ParallelLayo
     for metrics, as_wanted in results:
         assert as_wanted == [True, True] and metrics["skipped_steps"] == 1
         assert metrics["grad_norm"] > 0 and metrics["tokens"] == len(half["responses"].values)
-        assert 0 < metrics["rollout_gap_max"] < 9  # of the tokens of the second mini-batch
+        assert metrics["rollout_gap_max"] < 1e-4  # of the second mini-batch, by its own tokens
 
 
 def updates(

@@ -41,3 +41,7 @@ def test_layouts_and_packs_change_nothing(tiny_qwen3: str, layout: ParallelLayou
         assert result[case] == pytest.approx(metrics, rel=1e-5, abs=1e-7), case
     assert expected["bradley_terry"]["loss"] == expected["held out"]["loss"]
     assert expected["bradley_terry"]["loss"] != expected["bradley_terry_token"]["loss"]
+    # What the margins are: of a model that scores nearly 0, log(1 + e^margin).
+    margins_P = scored_batch()["margins"].double()
+    by_hand = torch.log1p(margins_P.exp()).mean().item()
+    assert expected["bradley_terry"]["loss"] == pytest.approx(by_hand, abs=0.05) and by_hand > 0.8

@@ -187,6 +187,9 @@ def test_disagreement_names_the_sample_on_every_rank(tiny_qwen3: str):
     current = replace(bounded, weight_version=4)
     (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [stale], current)
     assert result["metrics"][0]["rollout_gap_max"] < 1e-5
+    other = replace(bounded, weight_version=5)
+    (result,) = run_ranks(updates, 1, tiny_qwen3, ONE, [stale], other)
+    assert not [name for name in result["metrics"][0] if "rollout" in name], "nothing is compared"
 
 
 def test_an_old_policy_that_is_not_the_actors_ends_the_update(tiny_qwen3: str):

@@ -39,6 +39,11 @@ REF = "{role: reference, call: logprobs, in: [prompts, responses], out: [{logpro
 AGAIN = """    loss: ppo_clip
   again: {role: actor, call: update, in: [prompts, responses%s, ref_logprobs, advantages], loss: %s}
 """
+LATER = [
+    ("old_logprobs, ref_logprobs, advantages]", "{old_logprobs: rollout_logprobs}, advantages]"),
+    ("    loss: ppo_clip\n", "    loss: ppo_clip\n    delay: {prompts: 1, responses: 1, "
+     "rollout_logprobs: 1, token_versions: 1, advantages: 1}\n"),
+]  # fmt: skip
 NONE = ["roles.reference=null"]
 GRAPHS = [
     ("grpo", [("responses, rollout_logprobs,", "responses,")], [BOUND], "agreement.bound needs"),
@@ -50,6 +55,9 @@ GRAPHS = [
     ("grpo", [("    loss: ppo_clip\n", AGAIN % (", rollout_logprobs", "reinforce"))], [BOUND],
      "would blame the servers"),
     ("grpo", [("    loss: ppo_clip\n", AGAIN % ("", "cross_entropy"))], [], None),
+    ("grpo", [("    loss: ppo_clip\n", AGAIN % ("", "cross_entropy"))], [BOUND], None),
+    ("grpo", LATER, [BOUND, *NONE, "algorithm.kl={}", "roles.rollout.max_staleness=1"],
+     "bound would compare no token"),
     ("safe_rlhf", [("returns], whiten: false}", "returns]}")], ["algorithm.lagrangian={limit: 0}"],
      "'reward_advantage' whitens what node 'advantage' weighs as `advantages`"),
 ]  # fmt: skip

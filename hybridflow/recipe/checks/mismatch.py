@@ -52,6 +52,12 @@ def need_faults(context: Context) -> Iterator[Fault]:
     for key in (key for key, value in told.items() if value is not None):
         for stage, node in _policy_updates(context):
             yield from _need_faults(stage, node, key)
+            if key == "agreement.bound" and node.inputs.get("rollout_logprobs") in node.delay:
+                what = (
+                    f"node '{node.name}' takes samples of earlier steps, whose weights are older "
+                )
+                what += "than the trainer's: algorithm.agreement.bound would compare no token"
+                yield Fault(node.origin, what, "remove algorithm.agreement.bound")
 
 
 def _policy_updates(context: Context) -> Iterator[tuple[Stage, Node]]:
