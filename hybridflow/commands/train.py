@@ -24,10 +24,11 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="e.g. output=runs/try"
     )
-    parser.add_argument(
+    going_on = parser.add_mutually_exclusive_group()
+    going_on.add_argument(
         "--resume", action="store_true", help="go on from the run folder's last checkpoint"
     )
-    parser.add_argument(
+    going_on.add_argument(
         "--resume-if-any",
         action="store_true",
         help="go on where the run folder holds a checkpoint, else start: for jobs that are "

@@ -1,6 +1,6 @@
-"""What a run's data and reward files hold, kept in its folder.
+"""What a run's data and its user's own code hold, kept in its folder.
 
-A run that goes on must find the same data, and is warned of another reward.
+A run that goes on must find the same data, and is warned of other code.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 from hybridflow.data import PromptDataset
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import RunFolder, write_aside
+from hybridflow.recipe.own_code import OwnModule
 from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.schema import Recipe
 from hybridflow.rewards import source_of
 
 DATA_FILE = "data.json"
-REWARDS = "rewards"
-"""Key beside the stages: files of reward functions."""
+CODE = "code"
+"""Key beside the stages: files of reward functions and of the recipe's ``imports``."""
 _MEND = (
     "put the file back as it was, or start a new run on it, from the model that this one has "
     "trained: model.path=EXPORT output=DIR"
@@ -39,14 +40,15 @@ def data_record(plan: Plan, feeds: Mapping[str, Feed]) -> dict[str, dict[str, An
         found["evaluation"] = {"path": str(path)}
     digests = {path: content_digest(Path(path)) for path in {one["path"] for one in found.values()}}
     whole = {name: one | {"sha256": digests[one["path"]]} for name, one in found.items()}
-    return whole | {REWARDS: _reward_code(plan.recipe)}
+    return whole | {CODE: _own_code(plan.recipe)}
 
 
-def _reward_code(recipe: Recipe) -> dict[str, str]:
-    """The digest of each file that a reward function of the recipe stands in."""
+def _own_code(recipe: Recipe) -> dict[str, str]:
+    """Digests of the files that reward functions stand in, and of those that the recipe imports."""
     parts = [s.parts(role).values() for role, s in recipe.roles.rewards().items()]
     names = {part.function for one in parts for _, part in one}
     sources = {name: source_of(name, Path.cwd()) for name in sorted(names)}
+    sources |= {name: OwnModule.of(name).source for name in recipe.imports}
     return {n: hashlib.sha256(text).hexdigest() for n, text in sources.items() if text is not None}
 
 
@@ -66,7 +68,7 @@ def check_data_record(folder: RunFolder, record: Mapping[str, Any]) -> list[str]
         return [f"{folder.path} has no {DATA_FILE}, so whether its data are the same is not known"]
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")).items())
-        rewards = dict(before.pop(REWARDS, {}).items())
+        code = dict(before.pop(CODE, {}).items())
         shared = {name: (before[name], now) for name, now in record.items() if name in before}
         _ = [old["sha256"] for old, _ in shared.values()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -76,11 +78,10 @@ def check_data_record(folder: RunFolder, record: Mapping[str, Any]) -> list[str]
         ) from error
     if faults := dict.fromkeys(text for pair in shared.values() for text in _faults(*pair)):
         raise ValueError(f"--resume: {'; '.join(faults)}; {_MEND}")
-    coded = record.get(REWARDS, {})
-    changed = [name for name, now in coded.items() if rewards.get(name, now) != now]
+    coded = record.get(CODE, {})
+    changed = [name for name, now in coded.items() if code.get(name, now) != now]
     return [
-        f"the file of the reward {name} has another content than when the run began"
-        for name in changed
+        f"the file of {name} has another content than when the run began" for name in changed
     ] + [
         f"the rows of {now['path']} give other tokens than when the run began: the tokenizer or "
         "its chat template has changed, or the template writes the date"

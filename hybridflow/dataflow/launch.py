@@ -27,6 +27,7 @@ from hybridflow.dataflow.signals import orderly_end
 from hybridflow.dataflow.state import SharedState
 from hybridflow.dataflow.team import Team
 from hybridflow.dataflow.trainer import Records, Trainer
+from hybridflow.megatron.checkpoint import MEND
 from hybridflow.monitor import Console, RunWriter
 from hybridflow.monitor.report import write_report
 from hybridflow.recipe.load import resolved_yaml
@@ -155,7 +156,12 @@ def _open_folder(
 
 
 def _require_steps_left(plan: Plan, checkpoint: Checkpoint) -> None:
-    """ValueError when the recipe asks for fewer steps than the run has made."""
+    """ValueError when the recipe asks for fewer steps than the run has made, or lacks its stage."""
+    if checkpoint.progress.stage_index >= len(plan.stages):
+        raise ValueError(
+            f"{checkpoint.folder} is damaged: it is of stage {checkpoint.progress.stage_index} "
+            f"and the recipe has {len(plan.stages)}, counted from 0; {MEND}"
+        )
     done, stage = checkpoint.progress.step, plan.stages[checkpoint.progress.stage_index]
     if done > stage.steps:
         raise ValueError(

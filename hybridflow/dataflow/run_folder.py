@@ -133,10 +133,7 @@ class RunFolder:
 
         What may change between the two: how long it runs, and what it evaluates and keeps.
         """
-        before, now = (
-            yaml.safe_load(text)
-            for text in ((self.path / RECIPE_FILE).read_text(), resolved_recipe)
-        )
+        before, now = self._kept_recipe(), yaml.safe_load(resolved_recipe)
         changed = [
             key
             for key in sorted(before.keys() | now.keys())
@@ -147,6 +144,21 @@ class RunFolder:
                 f"--resume: the recipe differs from {self.path / RECIPE_FILE} in "
                 f"{', '.join(changed)}; put these back, or start a new run with another output"
             )
+
+    def _kept_recipe(self) -> dict[str, Any]:
+        """What the run was begun with; ValueError when that cannot be told any more."""
+        path = self.path / RECIPE_FILE
+        try:
+            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+            reason = "it holds no recipe"
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            recipe, reason = None, str(error).splitlines()[0]
+        if not isinstance(recipe, dict):
+            raise ValueError(
+                f"--resume: {path} is damaged: {reason}; put back the recipe that the run was "
+                "begun with (every default written out), or start a new run with another output"
+            )
+        return recipe
 
     def note_version(self, version: int) -> None:
         """Keep that weights are published under this number, before anyone sees them."""
@@ -183,6 +195,8 @@ def _read_progress(path: Path) -> Progress:
         numbers = {name: value for name, value in asdict(progress).items() if name not in _MAPPINGS}
         if not all(type(value) is int for value in numbers.values()):
             reason = "a value is no integer"
+        elif below := [name for name, value in numbers.items() if value < 0]:
+            reason = f"{below[0]} is below 0"
         elif wrong := [n for n in _MAPPINGS if not isinstance(getattr(progress, n), dict)]:
             reason = f"`{wrong[0]}` is no mapping"
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.monitor import read_events
-from hybridflow.recipe.names import advice
+from hybridflow.recipe.registry import Registry
 
 DONE = ": done"
 """After the text of what was asked for between steps, once it has been done."""
@@ -249,8 +249,8 @@ class SharedState:
     def _known(self, name: str) -> str:
         if name not in self.declared:
             raise ValueError(
-                f"there is no live value '{name}'; {advice(name, self.declared)} All: "
-                f"{', '.join(sorted(self.declared))}"
+                f"there is no live value '{name}'; "
+                f"{Registry('live value', self.declared).advice(name)}"
             )
         return name
 

@@ -17,6 +17,8 @@ def write_curve(folder: str | Path, path: str | Path | None = None) -> Path:
     folder = Path(folder)
     files.require_run_folder(folder)
     target = Path(path) if path is not None else folder / files.CURVE
+    if target.suffix.lower() != ".png":
+        raise ValueError(f"the curve is a PNG, and {target} is named otherwise; write NAME.png")
     stage, reward, evaluation = _curves(folder)
     aside = target.with_name(target.name + ".partial")
     _draw(aside, f"{files.run_name(folder)}: {stage}", reward, evaluation)

@@ -30,7 +30,9 @@ def record_of(path: Path, held_out: Path | None = None, chat: str | None = None)
     data = SimpleNamespace(eval=None if held_out is None else str(held_out))
     section = RewardSection(function=f"{path.with_name('mine.py')}:fn")
     roles = SimpleNamespace(rewards=lambda: {"reward": section})
-    plan: Any = SimpleNamespace(recipe=SimpleNamespace(evaluation=held_out, data=data, roles=roles))
+    own = [str(own) for own in path.parent.glob("own.py")]
+    told = SimpleNamespace(evaluation=held_out, data=data, roles=roles, imports=own)
+    plan: Any = SimpleNamespace(recipe=told)
     return data_record(plan, {"main": Feed(PromptStream(dataset, 0), 1, [])})
 
 
@@ -79,15 +81,16 @@ def test_the_same_data_and_other_tokens(begun: RunFolder):
     assert "has no data.json" in doubt
 
 
-def test_another_reward_is_told(begun: RunFolder):
-    train, mine = begun.path / "train.jsonl", begun.path / "mine.py"
+@pytest.mark.parametrize("name", ["mine.py", "own.py"])
+def test_other_code_is_told(begun: RunFolder, name: str):
+    train, mine = begun.path / "train.jsonl", begun.path / name
     mine.write_text("one")
-    assert check_data_record(begun, record_of(train)) == [], "an older record knows no rewards"
+    assert check_data_record(begun, record_of(train)) == [], "an older record knows no code"
     keep_data_record(begun, record_of(train))
     assert check_data_record(begun, record_of(train)) == []
     mine.write_text("two")
     (doubt,) = check_data_record(begun, record_of(train))
-    assert "mine.py:fn has another content than when the run began" in doubt
+    assert name in doubt and "has another content than when the run began" in doubt
 
 
 def test_folders_are_told_apart_by_their_content(tmp_path: Path):

@@ -1,12 +1,16 @@
 """Checkpoints are whole or absent, the newest are kept, and another recipe is refused."""
 
+import json
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hybridflow.dataflow.launch import _ending
-from hybridflow.dataflow.run_folder import Progress, RunFolder
+from hybridflow.dataflow.launch import _ending, _require_steps_left
+from hybridflow.dataflow.run_folder import Checkpoint, Progress, RunFolder
 from hybridflow.dataflow.trainer import Records
 from hybridflow.monitor import Console, RunWriter, read_events
 
@@ -59,7 +63,10 @@ def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
     assert not partial.exists()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', "null"])
+BELOW = json.dumps(asdict(progress(1)) | {"step": -1})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', "null", BELOW])
 def test_a_damaged_state_is_named(tmp_path, text: str) -> None:
     folder = create(tmp_path / "run", "name: a\n")
     save(folder, 1)
@@ -114,6 +121,23 @@ def test_a_report_that_cannot_be_made_hides_nothing(tmp_path, fails: bool) -> No
                 pass
     kinds = [event["kind"] for event in read_events(folder.path)]
     assert kinds == (["error"] if fails else ["finish", "warning"])
+
+
+@pytest.mark.parametrize("kept", [b"", b"- a", b"a: [", b"\xff", None])
+def test_a_damaged_recipe_is_named(tmp_path, kept: bytes | None) -> None:
+    folder = create(tmp_path / "run", "seed: 1\n")
+    path = folder.path / "recipe.yaml"
+    path.unlink() if kept is None else path.write_bytes(kept)
+    with pytest.raises(ValueError, match="--resume: .*recipe.yaml is damaged: .*; put back the"):
+        folder.check_same_recipe("seed: 1\n")
+
+
+def test_a_state_of_no_stage_is_named(tmp_path) -> None:
+    plan: Any = SimpleNamespace(stages=[SimpleNamespace(name="main", steps=9)])
+    with pytest.raises(ValueError, match="step-000001 is damaged: it is of stage 1 and .* has 1"):
+        _require_steps_left(
+            plan, Checkpoint(tmp_path / "step-000001", replace(progress(1), stage_index=1))
+        )
 
 
 def test_resuming_with_another_recipe_names_what_differs(tmp_path) -> None:

@@ -74,7 +74,7 @@ def test_a_change_comes_into_force_between_steps() -> None:
         ({"coef": "0.1"}, "'coef' is a finite number, not '0.1'"),
         ({"kept": 1.5}, "'kept' is a whole number, not 1.5"),
         ({"kept": 0}, "'kept' = 0 is out of bounds: it is between -1 and 100 and never 0"),
-        ({"coeff": 0.1}, "no live value 'coeff'; did you mean 'coef'\\? All: coef, heat"),
+        ({"coeff": 0.1}, "no live value 'coeff'; did you mean 'coef'\\? Valid: coef, heat"),
         ({"coef": None}, "'coef' is a finite number, not None"),
     ],
 )

@@ -184,6 +184,8 @@ def test_a_curve_needs_a_reward(tmp_path):
     RunWriter(tmp_path).close()
     with pytest.raises(ValueError, match="reward/mean"):
         write_curve(tmp_path)
+    with pytest.raises(ValueError, match="the curve is a PNG, and .*c.xyz is named otherwise"):
+        write_curve(tmp_path, tmp_path / "c.xyz")
 
 
 def test_a_missing_matplotlib_is_named_with_the_remedy(tmp_path, monkeypatch, capsys):

@@ -302,3 +302,19 @@ def test_an_old_policy_of_another_role(workspace: Path):
     assert len(found) == 1 and "compares with 'old' of the role 'reference'" in found[0], found
     mended = f"dataflow={flow.replace('role: reference', 'role: actor')}"
     assert faults_of(mended, *off, "roles.reference=null") == []
+
+
+def test_an_output_may_have_the_name_of_a_column(workspace: Path):
+    """Only what the graph lists among its inputs comes from the data."""
+    Path("flow.yaml").write_text(
+        """inputs: [prompts, answers]
+nodes:
+  generate: {role: rollout, call: generate, in: [prompts], out: [responses]}
+  score: {role: reward, call: score, in: [prompts, answers, responses], out: [rewards]}
+  good: {function: outcome_labels, in: [rewards], out: [labels]}
+  update: {role: actor, call: update, in: [prompts, responses, {sample_mask: labels}], loss: sft}
+  publish: {role: actor, call: publish, to: rollout, after: [update]}
+"""
+    )
+    told = ["dataflow=flow.yaml", "algorithm={}", "roles.reference=null", "checkpoint={}"]
+    assert faults_of(*told, "evaluation=null") == []

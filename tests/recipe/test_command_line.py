@@ -16,6 +16,12 @@ def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "arguments are required: recipe\n" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "recipe.yaml", "--resume", "--resume-if-any"])
+    assert "not allowed with argument --resume" in capsys.readouterr().err
+
+
 def test_a_reader_who_has_enough_is_no_error(workspace: Path) -> None:
     command = [sys.executable, "-m", "hybridflow.cli", "explain", "recipe.yaml"]
     process = subprocess.Popen(

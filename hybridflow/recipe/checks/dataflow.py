@@ -134,7 +134,7 @@ def group_faults(context: Context) -> Iterator[Fault]:
 
 def _brought_faults(context: Context, stage: Stage, node: Node) -> Iterator[Fault]:
     """Responses that the data brings, and another number of them."""
-    given = {f: GRAPH_INPUTS[f].samples for f in node.inputs.values() if f in GRAPH_INPUTS}
+    given = {f: GRAPH_INPUTS[f].samples for f in _of_data(stage, node)}
     brought = {field: samples for field, samples in given.items() if samples is not None}
     if len(set(brought.values())) > 1:
         listed = ", ".join(f"{field} ({samples} of a prompt)" for field, samples in brought.items())
@@ -150,14 +150,19 @@ def _brought_faults(context: Context, stage: Stage, node: Node) -> Iterator[Faul
         yield context.fault("data.samples_per_prompt", what, "set data.samples_per_prompt to 1")
 
 
+def _of_data(stage: Stage, node: Node) -> list[str]:
+    """Fields of a node that the data gives; a node's own output may have the same name."""
+    return [f for f in node.inputs.values() if f in stage.graph.inputs and f in GRAPH_INPUTS]
+
+
 def evaluation_faults(context: Context) -> Iterator[Fault]:
     """Evaluation without data, or nodes that evaluate without the section."""
     recipe = context.recipe
     if recipe.evaluation is not None and recipe.data.eval is None:
         what = "there is an evaluation section, but no data to evaluate on"
         yield context.fault("evaluation", what, "set data.eval, or remove `evaluation`")
-    for node in (node for stage in context.stages for node in stage.graph.nodes):
-        rows = {GRAPH_INPUTS[f].batch for f in node.inputs.values() if f in GRAPH_INPUTS}
+    for stage, node in [(one, node) for one in context.stages for node in one.graph.nodes]:
+        rows = {GRAPH_INPUTS[f].batch for f in _of_data(stage, node)}
         evaluates = node.options.get("sampling") == "evaluation"
         if evaluates and "train" in rows:
             what = f"node '{node.name}' samples training rows as evaluation"
