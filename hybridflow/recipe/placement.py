@@ -19,8 +19,8 @@ def packed(pools: Iterable[int], hosts: int, devices: int) -> list[tuple[Place, 
     """Places of each pool's slots, for pools of these sizes on equal hosts.
 
     As Ray's PACK strategy does: the emptiest host takes as many slots as it has room for, then the
-    next. Where the pools need more hosts there are more. So a pool's slots begin on the host that has
-    most of them.
+    next. Where the pools need more hosts there are more. So a pool's slots begin on the host that
+    has most of them.
     """
     sizes = list(pools)
     room = [devices] * max(hosts, ceil(sum(sizes) / devices))
