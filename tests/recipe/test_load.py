@@ -14,6 +14,11 @@ from hybridflow.recipe.load import load_recipe, read_draft, resolved_yaml
 from hybridflow.recipe.source import parse_yaml, to_yaml
 
 
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no", "y", "N", "On", "YES", "12:30", "1_0"])
+def test_words_of_yaml_1_1_are_texts(word: str):
+    assert parse_yaml(f"key: {word}", "f").data == {"key": word}
+
+
 def test_values_follow_yaml_1_2():
     text = "{a: 1e-6, b: no, c: 010, d: .5, e: 1_000, f: ~, g: 'x', h: 0x10, i: True, j: 12:30}"
     assert parse_yaml(text, "f").data == {

@@ -106,6 +106,20 @@ def test_a_second_update_on_samples_of_its_own_is_sound(workspace: Path) -> None
     assert faults_of(*told) == []
 
 
+def test_old_logprobs_of_a_second_update_are_of_before_the_first(workspace: Path) -> None:
+    graph = (SHIPPED / "grpo.yaml").read_text()
+    late = "role: actor, call: logprobs, in: [prompts, responses], out: [{logprobs: late}]"
+    fields = "prompts, responses, {old_logprobs: late}, ref_logprobs, advantages"
+    again = f"  again: {{role: actor, call: update, in: [{fields}], loss: ppo_clip}}\n"
+    graph = graph.replace("  publish:", f"{again}  publish:", 1)
+    graph = graph.replace("after: [update], out:", "after: [again], out:", 1)
+    Path("flow.yaml").write_text(graph.replace("  advantage:", f"  late: {{{late}}}\n  advantage:"))
+    assert faults_of("dataflow=flow.yaml") == []
+    Path("flow.yaml").write_text(graph.replace("  again:", f"  late: {{{late}}}\n  again:"))
+    (found,) = faults_of("dataflow=flow.yaml")
+    assert "its old_logprobs come from 'late', which follows it" in found
+
+
 def test_what_mends_a_correction_without_old_logprobs(workspace: Path) -> None:
     """The fix that is told leads to no further fault."""
     graph = (SHIPPED / "gpg.yaml").read_text()
