@@ -104,7 +104,6 @@ IDLE = [
     (["checkpoint={keep: 3}"], "checkpoint.every is null, so there are no checkpoints"),
     (["roles.rollout.python=x"], "python does nothing: the local engine runs in the driver's"),
     (["roles.second={function: exact_match}"], "roles.second does nothing: no node of the dataf"),
-    (["algorithm.kl.coef=0", "roles.reference.model=model"], None),  # told for when it is above 0
     ([CRITIC], "roles.critic does nothing: no node of the dataflow acts on the role"),
     (["roles.other={head: value, optimizer: {lr: 1.0}}", "roles.other=null"], None),
     (
