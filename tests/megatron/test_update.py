@@ -9,8 +9,10 @@ import torch
 from hybridflow.algorithms import AGGREGATIONS
 from hybridflow.algorithms.agreement import Disagreement
 from hybridflow.batch import Batch
+from hybridflow.cluster.transfer import MINI_BATCHES, transfer_of
 from hybridflow.megatron.config import LossSettings, OptimizerSettings
 from hybridflow.recipe.axes import Axis
+from hybridflow.workers.model import ModelWorker
 from megatron_bridge.layout import ParallelLayout
 from tests.megatron.cases import (
     GRPO,
@@ -64,6 +66,11 @@ def test_ranks_do_not_change_what_a_mini_batch_holds(tiny_qwen3: str):
     split = run_ranks(updates, 2, tiny_qwen3, DP2, [batch], loss)[0]
     assert_same_weights(split, expected)
     assert split["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-5, abs=1e-6)
+
+
+def test_every_kind_of_update_is_dealt_so():
+    for method in (ModelWorker.update, ModelWorker.update_values, ModelWorker.update_scores):
+        assert transfer_of(method) is MINI_BATCHES
 
 
 @pytest.mark.parametrize("aggregation", sorted({*AGGREGATIONS} - {"constant"}))
