@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from hybridflow.recipe.rules import END, SCORED_AT
 from megatron_bridge import live
 from megatron_bridge.huggingface import value_heads
 from megatron_bridge.huggingface.folder import HuggingFaceFolder
@@ -48,6 +49,8 @@ def exported_head(config: dict[str, Any], by_token: bool) -> dict[str, Any]:
     first token of padding: where padding is the end token, it would read the value before the end.
     Without an id of padding it reads the last one, of one response at a time.
 
+    The end token itself is part of what is read, which ``SCORED_AT`` tells to who reads texts.
+
     Args:
         config: of the model.
         by_token: whether a response's score was the mean over its tokens.
@@ -59,4 +62,4 @@ def exported_head(config: dict[str, Any], by_token: bool) -> dict[str, Any]:
         return {"architectures": [name], "token_classification_bias": False}
     ends, pad = config.get("eos_token_id"), config.get("pad_token_id")
     ends = ends if isinstance(ends, list) else [ends]
-    return {"pad_token_id": None} if pad is not None and pad in ends else {}
+    return {SCORED_AT: END} | ({"pad_token_id": None} if pad is not None and pad in ends else {})

@@ -134,7 +134,11 @@ _REWARDS: dict[str, RewardEntry] = {
                 description="column for the model's own chat template; null: plain text",
                 rule=NOT_EMPTY,
             ),
-            "suffix": Option("str", "", description="text that follows the response"),
+            "suffix": Option(
+                "str",
+                description="text that follows the response; null: the end token where the model "
+                "was trained here and chat_column is null, else nothing",
+            ),
         },
     ),
 }

@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 LARGEST = 2**31 - 1  # what every library behind the recipe can count to
 MODEL_CONFIG = "config.json"
+SCORED_AT, END = "hybridflow_scored_at", "end"
+"""Key of the config of a reward model that was trained here, and its value: the score is the one
+after the response's end token."""
 _HEADLESS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 
 

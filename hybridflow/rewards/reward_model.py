@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.recipe.rules import END, SCORED_AT
 from hybridflow.rewards.items import RewardItem
 
 
@@ -21,7 +22,8 @@ class RewardModel:
             is an error of its sample.
         chat_column: column of the row with the prompt as text or messages, for the model's own chat
             template; None: the prompt as the trained model saw it, then the response.
-        suffix: follows the response, such as the end-of-sequence token's text.
+        suffix: follows the response, such as the end-of-sequence token's text; None: that token
+            for a model that was trained here, and for the prompt as plain text; else nothing.
 
     Raises:
         ValueError: no such folder, or not all that a reward needs is in it.
@@ -36,7 +38,7 @@ class RewardModel:
         dtype: str = "float32",
         max_tokens: int | None = None,
         chat_column: str | None = None,
-        suffix: str = "",
+        suffix: str | None = None,
     ) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -73,6 +75,9 @@ class RewardModel:
         if chat_column is not None and not self._tokenizer.chat_template:
             raise ValueError(f"reward_model: {path} has no chat template; remove chat_column")
         self._chat_column = chat_column
+        if suffix is None:
+            ends = getattr(self._model.config, SCORED_AT, None) == END and chat_column is None
+            suffix = (self._tokenizer.eos_token or "") if ends else ""
         self._suffix = suffix
         self.batch = batch
         pad = self._tokenizer.pad_token_id

@@ -191,6 +191,7 @@ _EXPECTED_WARNINGS = (
     "Failed to load pynvml",
     "Context parallelism is not supported",
     "full scope is deprecated",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 

@@ -22,6 +22,7 @@ from hybridflow.recipe import catalogue
 from hybridflow.recipe.checks import check
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe, read_draft
+from hybridflow.recipe.rules import END, SCORED_AT
 from hybridflow.workers.model import pooled
 from tests.data.settings import Settings
 
@@ -75,6 +76,7 @@ def test_it_learns_and_transformers_gives_the_same_scores(
     (folder,) = tmp_path.glob("run/export*")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert (model.config.pad_token_id is None) == (pad == "the end")
+    assert getattr(model.config, SCORED_AT) == END  # as the function `reward_model` reads it
     with torch.no_grad():
         pairs = held_out_pairs(assets)
         scores = [model(torch.tensor([prompt + ids])).logits[0, 0] for prompt, ids in pairs]

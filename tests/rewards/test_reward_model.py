@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
+from hybridflow.recipe.rules import END, SCORED_AT
 from hybridflow.rewards import Failure, RewardItem, Scorer
 from hybridflow.rewards.reward_model import RewardModel
 
@@ -69,6 +70,18 @@ def test_without_a_pad_token_of_its_own_nothing_is_padded(tmp_path):
 def test_a_suffix_follows_the_response(folder):
     (found,) = RewardModel(path=folder, suffix="=").score(items("4"))
     assert found == pytest.approx(direct(folder, "2+2=4="), abs=1e-6)
+
+
+def test_a_model_that_was_trained_here_reads_the_end(tmp_path):
+    """As its Megatron form does; another's end is not known, and a suffix that is told counts."""
+    folder = make(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {SCORED_AT: END}))
+    config = AutoModelForSequenceClassification.from_pretrained(folder).config
+    assert getattr(config, SCORED_AT) == END
+    ends = RewardModel(path=folder).score(items("4"))
+    assert ends == RewardModel(path=folder, suffix="<eos>").score(items("4"))
+    assert RewardModel(path=folder, suffix="").score(items("4")) != ends
 
 
 @pytest.mark.slow
