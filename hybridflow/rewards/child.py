@@ -198,7 +198,7 @@ def _tell(
 ) -> None:
     if isinstance(result, _Raised):
         for index in chunk:
-            voice.say("error", index, _raised_text(result.error))
+            voice.say(_kind(result.error), index, _raised_text(result.error))
             ledger.fail(index)
         return
     results: list[Any] | None = [result]
@@ -211,7 +211,7 @@ def _tell(
     assert results is not None
     for index, item, value in zip(chunk, items, results, strict=True):
         if reward.takes_batch and isinstance(value, Exception):
-            voice.say("error", index, _raised_text(value))
+            voice.say(_kind(value), index, _raised_text(value))
             ledger.fail(index)
             continue
         try:
@@ -229,6 +229,11 @@ def _own(item: RewardItem) -> RewardItem:
 
 def _own_value(value: Any) -> Any:
     return value if type(value) in _UNCHANGING else copy.deepcopy(value)
+
+
+def _kind(error: BaseException) -> str:
+    """A function that says itself that it was late counts as one that was stopped."""
+    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 def _raised_text(error: BaseException) -> str:

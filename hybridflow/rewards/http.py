@@ -29,6 +29,10 @@ class ServiceError(RuntimeError):
     not a mistake of the program."""
 
 
+class ServiceLate(ServiceError, TimeoutError):
+    """The service had not answered by the deadline."""
+
+
 class Http:
     """Posts ``{"samples": [{"prompt", "response", "answer"}, ...]}`` as JSON to a URL, and takes
     ``{"rewards": [...]}``: a number for each sample, or a list of one for each of its ``tokens``.
@@ -115,7 +119,7 @@ class Http:
 
     def _ask(self, body: bytes, end: float) -> list[Any]:
         """The rewards of a reply that came by ``end``, a monotonic time."""
-        problem, tries = "no time was left to ask", 0
+        problem, late, tries = "no time was left to ask", True, 0
         while tries < self._tries:
             pause = min(0.25 * 2**tries, _LONGEST_PAUSE) if tries else 0.0
             left = end - time.monotonic() - pause
@@ -123,14 +127,15 @@ class Http:
                 break
             time.sleep(pause)
             share = min(left / (self._tries - tries), _LONGEST_TRY)
-            reply, problem = self._try(body, min(self._seconds or share, left))
+            reply, problem, late = self._try(body, min(self._seconds or share, left))
             if reply is not None:
                 return _rewards(self.url, reply)
             tries += 1
-        raise ServiceError(f"{self.url}: {problem} ({tries} tries)")
+        kind = ServiceLate if late else ServiceError
+        raise kind(f"{self.url}: {problem} ({tries} tries)")
 
-    def _try(self, body: bytes, seconds: float) -> tuple[bytes | None, str]:
-        """The reply, or what is worth another try."""
+    def _try(self, body: bytes, seconds: float) -> tuple[bytes | None, str, bool]:
+        """The reply, or what is worth another try, and whether it is that the time was up."""
         connection = self._connection(seconds)
         late = threading.Event()
 
@@ -149,23 +154,25 @@ class Http:
             response = connection.getresponse()
             reply = response.read(_LARGEST_REPLY + 1)
         except (OSError, http.client.HTTPException) as error:
-            problem = f"{type(error).__name__}: {error}"
-            return None, f"no whole reply within {seconds:.3g} s" if late.is_set() else problem
+            if late.is_set() or isinstance(error, TimeoutError):
+                return None, f"no whole reply within {seconds:.3g} s", True
+            return None, f"{type(error).__name__}: {error}", False
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            return None, f"no whole reply within {seconds:.3g} s"
+            return None, f"no whole reply within {seconds:.3g} s", True
         if len(reply) > _LARGEST_REPLY:
             raise ServiceError(f"{self.url}: a reply of more than {_LARGEST_REPLY} bytes")
         if response.length:
-            return None, f"the connection ended {response.length} bytes before the reply did"
+            text = f"the connection ended {response.length} bytes before the reply did"
+            return None, text, False
         status = f"{response.status} {response.reason}: {_excerpt(reply)}"
         if response.status == 429 or response.status >= 500:
-            return None, status
+            return None, status, False
         if response.status != 200:
             raise ServiceError(f"{self.url}: {status}")
-        return reply, ""
+        return reply, "", False
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
         host, port = str(self._place.hostname), self._place.port

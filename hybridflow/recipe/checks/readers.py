@@ -18,6 +18,7 @@ from hybridflow.recipe.checks.use import (
     Use,
     averages,
     estimates_kl,
+    evaluation_temperature,
     falls,
     own_old,
     pays_kl,
@@ -226,7 +227,11 @@ READERS: dict[str, Reader] = (
             "the figure it is for is of the actor's updates, and there are none",
         ),
         "evaluation.samples_per_prompt": Reader(
-            lambda use, _: samples_as(use, "evaluation"), "no node samples held-out prompts"
+            lambda use, _: samples_as(use, "evaluation") and evaluation_temperature(use) > 0,
+            "no node samples held-out prompts, or evaluation.temperature is 0 and all samples of a "
+            "prompt are the same",
+            "remove it, or set evaluation.temperature",
+            ("evaluation.temperature",),
         ),
         "evaluation.temperature": Reader(
             lambda use, _: samples_as(use, "evaluation"), "no node samples held-out prompts"

@@ -124,6 +124,10 @@ def samples_as(use: Use, way: str) -> bool:
     return way in told
 
 
+def evaluation_temperature(use: Use) -> float:
+    return 0.0 if use.recipe.evaluation is None else use.recipe.evaluation.temperature
+
+
 def falls(use: Use, role: str) -> bool:
     if not role:
         assert use.recipe.warm_start is not None, "a key below it"
