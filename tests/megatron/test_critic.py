@@ -184,6 +184,14 @@ def test_a_reward_model_scores_what_huggingface_reads_at_the_last_token(
     torch.testing.assert_close(torch.cat(found), torch.stack(wanted), rtol=0, atol=1e-5)
 
 
+def test_a_reward_that_is_no_number_ends_the_run(critic: str, tmp_path: Path):
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    model.score.weight.data[0, 3] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RanksFailed, match="the reward model gives nan for sample 0 of its share"):
+        run_ranks(reward_of, 1, str(tmp_path), ONE, make_batch())
+
+
 def two_critic_steps(path: str, layout: ParallelLayout, batch: Batch) -> dict[str, Any]:
     engine = make_engine(
         path, layout, optimizer=OptimizerSettings(lr=1e-2), head="value", micro_batch_tokens=20

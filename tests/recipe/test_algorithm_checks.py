@@ -147,6 +147,9 @@ def test_what_the_whole_kl_needs(workspace: Path):
     folder = compile_recipe(check_file("recipe.yaml", [])[0]).recipe.model.path
     (found,) = faults_of(*told, f"roles.reference.model={folder}")
     assert "the output head of the policy's own start" in found
+    prm = "roles.prm={head: vocabulary, optimizer: {lr: 1e-4}, colocate: actor}"
+    (found,) = faults_of("dataflow=prime", prm, "algorithm.kl={coef: 0, estimator: full}")
+    assert "node 'update' measures the KL by `ref_logprobs`" in found
 
 
 def test_prime_reads_both_kinds_of_settings(workspace: Path):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.catalogue import LOSSES, SCORE_LOSSES, signature
 from hybridflow.recipe.checks.context import Check, Context
+from hybridflow.recipe.checks.use import LOOKS
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Node
 from hybridflow.recipe.plan import Stage
@@ -176,6 +177,10 @@ def full_kl_faults(context: Context) -> Iterator[Fault]:
         for node in stage.graph.nodes:
             field = node.inputs.get("ref_hidden") if node.call == "update" else None
             if field is None:
+                if full and _measures_kl(node) and context.recipe.algorithm.kl.coef == 0:
+                    what = f"node '{node.name}' measures the KL by `ref_logprobs`, and the "
+                    what += "estimator full reads `ref_hidden`"
+                    yield context.fault("algorithm.kl.estimator", what, "choose k3, k2, k1 or abs")
                 continue
             maker = stage.graph.producers.get(field)
             if not full:
@@ -189,6 +194,12 @@ def full_kl_faults(context: Context) -> Iterator[Fault]:
                 what = f"node '{maker.name}' gives '{field}' of the role '{maker.role}', but the "
                 what += "estimator `full` has the output head of the reference"
                 yield Fault(maker.origin, what, "use role: reference")
+
+
+def _measures_kl(node: Node) -> bool:
+    """Whether a loss of tokens is told what a reference says of the sampled ones."""
+    loss = LOSSES.get(str(node.options.get("loss"))) if node.call in LOOKS else None
+    return loss is not None and loss.samples is None and "ref_logprobs" in node.inputs
 
 
 def loop_faults(context: Context) -> Iterator[Fault]:
