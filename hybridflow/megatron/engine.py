@@ -1,13 +1,10 @@
 """The training engine of one role: a Megatron model on this group of ranks."""
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,19 +24,19 @@ from hybridflow.megatron.config import (
 )
 from hybridflow.megatron.full_kl import ReferenceHead
 from hybridflow.megatron.head import VALUE, VOCABULARY, exported_head, model_config
-from hybridflow.megatron.lockstep import global_normalisers, in_lockstep
+from hybridflow.megatron.lockstep import in_lockstep
 from hybridflow.megatron.loss import update_loss
 from hybridflow.megatron.optimizer import ModelOptimizer
+from hybridflow.megatron.passes import PassSettings, look, train
+from hybridflow.megatron.ranks import is_reporter, join
 from hybridflow.megatron.reward_loss import ScoreUpdateLoss, check_pairs, pair_rows
 from hybridflow.megatron.rows import check_fields, mini_batches, rows_of
-from hybridflow.megatron.step import PackedModel, PackLoss
+from hybridflow.megatron.step import PackedModel
 from hybridflow.megatron.value_loss import ValueUpdateLoss, check_value_fields, value_rows
 from megatron_bridge import live
 from megatron_bridge.engine_files import PARAMETERS
 from megatron_bridge.registry import has_score_bias
-from megatron_bridge.runtime import device, parallel
 
-_Passes = LossSettings | ValueLossSettings
 _UNTRAINABLE = "this engine was made without an optimizer; it cannot train"
 
 
@@ -170,7 +167,7 @@ class Engine:
         check_fields(batch, loss)
         parts = mini_batches(batch, loss, *self._packing())
         measured = update_loss(loss, batch, self._packed.device, self._reference_head)
-        return self._optimise(parts, measured, loss)
+        return self._train(parts, measured, loss)
 
     def update_values(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """``update`` of a critic.
@@ -184,7 +181,7 @@ class Engine:
         parts = [
             value_rows(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)
         ]
-        return self._optimise(parts, ValueUpdateLoss(loss, self._packed.device), loss)
+        return self._train(parts, ValueUpdateLoss(loss, self._packed.device), loss)
 
     def update_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """``update`` of a reward model.
@@ -196,51 +193,21 @@ class Engine:
         self._require_head(VALUE)
         check_pairs(batch, loss)
         parts = [pair_rows(part, loss, *self._packing()) for part in batch.split(loss.mini_batches)]
-        return self._optimise(parts, ScoreUpdateLoss(loss, self._packed.device), loss)
+        return self._train(parts, ScoreUpdateLoss(loss, self._packed.device), loss)
 
     def evaluate_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """The loss of a reward model on pairs and what it measures, without a step."""
         self._require_head(VALUE)
         check_pairs(batch, loss)
-        self.switch_to_training()
         rows = pair_rows(batch, loss, *self._packing())
-        (packs,) = in_lockstep([rows.packs], self.config.layout)
-        measured = ScoreUpdateLoss(loss, self._packed.device)
-        if packs:
-            pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
-            self._packed.evaluate(packs, loss.temperature, pack_loss)
-        return measured.reduce([rows])
+        return self._look(rows, ScoreUpdateLoss(loss, self._packed.device), loss)
 
-    def _optimise(self, parts: list[Any], measured: Any, loss: _Passes) -> dict[str, float]:
-        """``loss.epochs`` passes of an optimizer step per part.
+    def _train(self, parts: list[Any], measured: Any, loss: PassSettings) -> dict[str, float]:
+        return train(self._packed, self._trainer(), self.config.layout, parts, measured, loss)
 
-        Args:
-            parts: mini-batches: ``Rows`` or the like, with ``packs`` and ``normaliser``.
-            measured: gives the loss of packs of a part and reduces metrics, as ``UpdateLoss``.
-        """
-        optimizer = self._trainer()
-        packings = in_lockstep([rows.packs for rows in parts], self.config.layout)
-        parts = [replace(rows, packs=packs) for rows, packs in zip(parts, packings, strict=True)]
-        normalisers = global_normalisers(parts)
-        norms, rate = [], optimizer.rate(loss.lr_scale)
-        for _ in range(loss.epochs):
-            for rows, normaliser in zip(parts, normalisers, strict=True):
-                if normaliser is None:  # a step without a gradient: momentum would move weights
-                    continue
-                pack_loss = measured.of(rows, normaliser, first=not norms)
-                norm, rate = self._step(
-                    optimizer, rows, loss, pack_loss, None if norms else measured.check
-                )
-                norms.append(norm)
-        metrics = measured.reduce(parts)
-        if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"{self._where()}: the loss is {metrics['loss']}")
-        return {
-            **metrics,
-            "grad_norm": sum(norms) / max(len(norms), 1),
-            "lr": rate,
-            "skipped_steps": loss.epochs * normalisers.count(None),
-        }
+    def _look(self, rows: Any, measured: Any, loss: PassSettings) -> dict[str, float]:
+        self.switch_to_training()
+        return look(self._packed, self.config.layout, rows, measured, loss.temperature)
 
     def evaluate(self, batch: Batch, loss: LossSettings) -> dict[str, float]:
         """The loss on the batch and what it measures, without a step.
@@ -253,14 +220,9 @@ class Engine:
         """
         self._require_head(VOCABULARY)
         check_fields(batch, loss)
-        self.switch_to_training()
         rows = rows_of(batch, loss, *self._packing())
-        (packs,) = in_lockstep([rows.packs], self.config.layout)
         measured = update_loss(loss, batch, self._packed.device, self._reference_head)
-        pack_loss = measured.of(replace(rows, packs=packs), 1.0, first=True)
-        if packs:
-            self._packed.evaluate(packs, loss.temperature, pack_loss)
-        return measured.reduce([rows])
+        return self._look(rows, measured, loss)
 
     def _packing(self) -> tuple[int, bool]:
         """Most tokens of a pack, and whether its responses may share a prompt."""
@@ -269,31 +231,6 @@ class Engine:
     def _require_head(self, head: str) -> None:
         if self.config.head != head:
             raise ValueError(f"this model ends in the {self.config.head}, not in the {head}")
-
-    def _step(
-        self,
-        optimizer: ModelOptimizer,
-        rows: Any,
-        loss: _Passes,
-        pack_loss: PackLoss,
-        check: Callable[[], None] | None,
-    ) -> tuple[float, float]:
-        """One optimizer step, unless ``check`` raises; gradient norm and learning rate."""
-        optimizer.zero_grad()
-        self._packed.forward_backward(rows.packs, loss.temperature, pack_loss)
-        if check is not None:
-            check()
-        try:
-            return optimizer.step(loss.lr_scale)
-        except FloatingPointError as error:
-            raise FloatingPointError(
-                f"{self._where()}: {error}; no parameter has moved. Lower the learning rate, or "
-                "look for NaN in the rewards and log-probabilities of this step's rollouts"
-            ) from error
-
-    def _where(self) -> str:
-        assert self._optimizer is not None
-        return f"optimizer step {self._optimizer.steps}"
 
     def _trainer(self) -> ModelOptimizer:
         self.switch_to_training()
@@ -382,28 +319,6 @@ class Engine:
 
     def _parameters(self) -> dict[str, Tensor]:
         return {f"{PARAMETERS}{name}": p.data for name, p in self._core.named_parameters()}
-
-
-def join(config: EngineConfig) -> None:
-    """Megatron's process groups for this layout; engines of one process share them.
-
-    Raises:
-        ValueError: another engine of this process has a different layout.
-    """
-    device.prepare()
-    if not parallel_state.is_initialized():
-        parallel.initialize(config.layout, config.seed)
-    elif parallel.layout() != config.layout:
-        raise ValueError(
-            f"roles that share processes need one layout: {parallel.layout()} is up, "
-            f"{config.layout} was asked for; give both roles the same `parallel`"
-        )
-
-
-def is_reporter() -> bool:
-    """Whether this rank holds the results of its data-parallel replica."""
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    return last and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _by_token(
