@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hybridflow.cluster.transfer import GATHER, transfer
 from hybridflow.dataflow.between_steps import Errand
 from hybridflow.dataflow.launch import LaunchOptions, train
 from hybridflow.dataflow.operations import CALLS, SCORE_GRACE_SECONDS, Surroundings
-from hybridflow.dataflow.reward_roles import swap_model
+from hybridflow.dataflow.reward_roles import FailedSamples, score_metrics, swap_model
 from hybridflow.dataflow.runner import NodeError, SerialRunner
 from hybridflow.dataflow.scoring import Scoring
 from hybridflow.dataflow.steps import StepContext
@@ -29,11 +30,13 @@ from hybridflow.monitor import read_events, read_metrics
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.load import load_recipe
+from hybridflow.rewards import Failure, RewardError
 from hybridflow.workers.model import ModelWorker
-from hybridflow.workers.reward import RewardWorker
+from hybridflow.workers.reward import ERROR, TIMEOUT, RewardWorker, _failures
 from megatron_bridge.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
+CODES = {"right": [ERROR, TIMEOUT, 0, 0], "brief": [0, 0, ERROR, 0]}
 SOURCE = """
 import os
 
@@ -122,6 +125,34 @@ def test_a_step_most_of_whose_samples_have_no_score_ends_the_run(make_recipe, tm
     )
     with pytest.raises(NodeError, match="24 of 24 samples .*'units'.*0.5 allows"):
         run(recipe)
+
+
+def test_a_sample_on_which_any_function_fails_has_no_score(make_recipe):
+    fields = {"rewards": torch.ones(4)}
+    fields |= {f"failed:{n}": torch.tensor(codes, dtype=torch.int8) for n, codes in CODES.items()}
+    result = Batch(fields, dict.fromkeys(fields, Axis.SAMPLES), 4, 1)
+
+    class Group:
+        def run(self, method):
+            return ["", "the first"]
+
+    group: Any = Group()
+    failed = FailedSamples(make_recipe("roles.reward.max_failed_share=0.75"))
+    assert "3 of 4 samples of 'reward' have no score; the first" in str(
+        failed.see("reward", group, result)
+    )
+    assert failed.see("reward", group, result) is None, "told once"
+    with pytest.raises(RewardError, match="max_failed_share=0.5 allows"):
+        FailedSamples(make_recipe()).see("reward", group, result)
+    outcomes = [Failure("error", ""), Failure("timeout", ""), 1.0, 0.5]
+    assert _failures(outcomes).tolist() == CODES["right"]
+    found = score_metrics("reward", result)
+    assert [
+        found[f"reward/reward/{n}/{kind}"] for n in CODES for kind in ("errors", "timeouts")
+    ] == [
+        *(1, 1),
+        *(1, 0),
+    ]
 
 
 @contextmanager
@@ -220,7 +251,7 @@ def test_the_deadline_of_a_score_is_of_all_nodes_that_may_wait_for_it():
     team.groups = {"reward": None}
     team.rewards = Scoring(plan, team.groups, lambda *told: None)
     team.rewards.score = lambda role, batch, seconds: (seen.append(seconds), (result, ""))[1]
-    around = Surroundings(plan.recipe, plan.stages[-1], team, lambda c: "", lambda k, t: None)
+    around = Surroundings(plan.recipe, plan.stages[-1], team, lambda context: "", lambda k, t: None)
     nodes = [node for node in graph.nodes if node.call == "score"]
     CALLS["reward", "score"](nodes[0], around, result, StepContext("main", 1, 1, 1))
     assert len(nodes) == 3 and seen == [3 * 60.0 + SCORE_GRACE_SECONDS]

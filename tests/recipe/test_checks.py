@@ -353,6 +353,7 @@ def test_what_would_give_a_failed_sample_nothing_or_could_not_be_told(workspace:
     assert "parameters.limit` is inf, for which JSON has no form" in found
     alone = ("data.samples_per_prompt=1", "roles.reward.on_error=group_mean")
     assert any("of a prompt's other samples, and there is one" in f for f in faults_of(*alone))
+    assert any("of a prompt's other samples" in f for f in faults_of(alone[1], "dataflow=remax"))
     assert faults_of(alone[1]) == []
 
 

@@ -161,7 +161,8 @@ _KEPT = []
 
 
 def keeps(prompt, response, answer, row):
-    _KEPT.append(b"x" * (40 << 20))
+    _KEPT.append(b"x" * (70 << 20))
+    time.sleep(0.3)  # so that it is looked at
     return 1.0
 
 

@@ -268,9 +268,9 @@ def test_a_sample_that_takes_too_much_memory_costs_itself_alone(name, monkeypatc
 
 
 def test_a_reward_that_keeps_memory_costs_no_sample(monkeypatch):
-    monkeypatch.setattr(scorer_module, "LOOK_SECONDS", 0.0)
-    with Scorer(f"{FILE}:keeps", memory_gib=0.25) as scorer:
-        assert [scorer.score(items("a"), 60) for _ in range(9)] == [[1.0]] * 9
+    monkeypatch.setattr(scorer_module, "LOOK_SECONDS", 0.05)
+    with Scorer(f"{FILE}:keeps", seconds_per_call=60, memory_gib=0.25) as scorer:
+        assert [scorer.score(items("a"), 60) for _ in range(5)] == [[1.0]] * 5
     with Scorer("exact_match", memory_gib=1e-3) as scorer, pytest.raises(ValueError, match="large"):
         scorer.wait_until_ready()
 

@@ -27,12 +27,25 @@ def reward_faults(context: Context) -> Iterator[Fault]:
             yield from _function_faults(context, f"roles.{role}{key}", part)
             if part.function not in REWARDS:  # those of the package have rules of their own
                 yield from _json_faults(context, f"roles.{role}{key}", part)
-            if section.policy(part) == "group_mean" and context.recipe.data.samples_per_prompt == 1:
+            if section.policy(part) == "group_mean" and _scores_single_samples(context, role):
                 what = (
                     "on_error: group_mean is of a prompt's other samples, and there is one of each"
                 )
                 where = f"roles.{role}{key if part.on_error else ''}.on_error"
                 yield context.fault(where, what, "use fail or `{value: 0.0}`")
+
+
+def _scores_single_samples(context: Context, role: str) -> bool:
+    """Whether the role scores training responses that are the only ones of their prompts, such as
+    ReMax's greedy baseline."""
+    if context.recipe.data.samples_per_prompt == 1:
+        return True
+    for stage in context.stages:
+        scoring = [n for n in stage.graph.nodes if (n.role, n.call) == (role, "score")]
+        makers = [stage.graph.producers.get(n.inputs.get("responses", "")) for n in scoring]
+        if any(maker and maker.options.get("sampling") == "greedy" for maker in makers):
+            return True
+    return False
 
 
 def _json_faults(context: Context, key: str, part: FunctionSection) -> Iterator[Fault]:
