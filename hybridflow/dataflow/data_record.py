@@ -17,11 +17,10 @@ from hybridflow.dataflow.run_folder import RunFolder, write_aside
 from hybridflow.recipe.own_code import OwnModule
 from hybridflow.recipe.plan import Plan
 from hybridflow.recipe.schema import Recipe
-from hybridflow.rewards import source_of
 
 DATA_FILE = "data.json"
 CODE = "code"
-"""Key beside the stages: files of reward functions and of the recipe's ``imports``."""
+"""Key beside the stages: files of the recipe's ``imports``."""
 _MEND = (
     "put the file back as it was, or start a new run on it, from the model that this one has "
     "trained: model.path=EXPORT output=DIR"
@@ -44,11 +43,9 @@ def data_record(plan: Plan, feeds: Mapping[str, Feed]) -> dict[str, dict[str, An
 
 
 def _own_code(recipe: Recipe) -> dict[str, str]:
-    """Digests of the files that reward functions stand in, and of those that the recipe imports."""
-    parts = [s.parts(role).values() for role, s in recipe.roles.rewards().items()]
-    names = {part.function for one in parts for _, part in one}
-    sources = {name: source_of(name, Path.cwd()) for name in sorted(names)}
-    sources |= {name: OwnModule.of(name).source for name in recipe.imports}
+    """Digests of the files that the recipe imports. (Those of reward functions, which a reload may
+    change, are in the checkpoints.)"""
+    sources = {name: OwnModule.of(name).source for name in recipe.imports}
     return {n: hashlib.sha256(text).hexdigest() for n, text in sources.items() if text is not None}
 
 

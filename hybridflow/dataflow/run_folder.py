@@ -30,6 +30,7 @@ class Progress:
     Attributes:
         live: the live values, as ``SharedState.saved`` gives them; empty: as the recipe says.
         rewards: the parameters that reloads told, by reward role and function.
+        code: digests of the reward files in force, by role and function.
         watch: what the warnings have counted in this stage.
         sources: values of the source column that have a metric, by that metric's name.
     """
@@ -41,6 +42,7 @@ class Progress:
     weight_version: int
     live: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
     watch: dict[str, dict[str, int]] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
 
@@ -186,7 +188,7 @@ class RunFolder:
             shutil.rmtree(partial)
 
 
-_MAPPINGS = ("live", "rewards", "watch", "sources")
+_MAPPINGS = ("live", "rewards", "code", "watch", "sources")
 
 
 def _read_progress(path: Path) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -124,6 +125,15 @@ class Scoring:
                 self._load(role, parameters)
             else:
                 raise ValueError(f"no reward role '{role}' is in service")
+
+    def code(self) -> dict[str, str]:
+        """The digest of the file that each function was loaded from, by role and function."""
+        return {
+            f"{role}.{function.name}": hashlib.sha256(function.source).hexdigest()
+            for role, settings in self._settings.items()
+            for function in settings["functions"]
+            if function.source is not None
+        }
 
     def _keep(self, role: str, parameters: ReloadedParameters) -> None:
         kept = {**self.parameters.get(role, {}), **parameters}

@@ -139,7 +139,11 @@ class Trainer:
 
     def _restore_rewards(self, checkpoint: Checkpoint) -> None:
         """The parameters that reward roles had by then, where a reload had changed them."""
-        rewards = checkpoint.progress.rewards
+        rewards, code = checkpoint.progress.rewards, checkpoint.progress.code
+        for name, digest in self._team.rewards.code().items():
+            if code.get(name, digest) != digest:
+                text = f"the file of the reward '{name}' is another one than at the checkpoint"
+                self._records.event("warning", text)
         try:
             self._team.rewards.restore(rewards)
         except ValueError as error:
@@ -230,7 +234,8 @@ class Trainer:
         keep = self._plan.recipe.checkpoint.keep
         partial, progress = self._unfinished
         rewards = {role: dict(told) for role, told in self._team.rewards.parameters.items()}
-        told = {"rewards": rewards, "watch": watch.saved(), "sources": self._sources}
+        code = self._team.rewards.code()
+        told = {"rewards": rewards, "code": code, "watch": watch.saved(), "sources": self._sources}
         progress = replace(progress, live=self._state.saved(), **told)
         folder = self._folder.finish_checkpoint(partial, progress, keep)
         self._unfinished = None

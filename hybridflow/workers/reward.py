@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +31,26 @@ COMPONENT, FAILED = "component", "failed"
 """Fields ``component:NAME`` (samples, float32: the value of one of several functions) and
 ``failed:NAME`` (samples, int8) beside the rewards."""
 
-TRIAL_SAMPLES = 4
-"""Of the last batch, which functions that are loaded anew must score before they are in service."""
-
 ERROR, TIMEOUT = 1, 2
 """Values of ``failed:NAME``; 0: scored."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What became of a batch.
+
+    Attributes:
+        failed: samples without a score of some function.
+        failures: of each function that failed, what to tell.
+        first_failure: the first sample without a score and why; empty: there is none.
+    """
+
+    result: Batch
+    failed: int
+    failures: list[str]
+    first_failure: str
 
 
 class RewardWorker:
@@ -73,7 +86,7 @@ class RewardWorker:
         self._functions = list(functions)
         self._scorers = [self._scorer(function) for function in functions]  # load beside each other
         self._first_failure = ""
-        self._trial: list[RewardItem] = []
+        self._last: tuple[Batch, list[RewardItem]] | None = None
         self._next: tuple[list[FunctionSettings], list[Scorer]] | None = None
         self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="reward")
         try:
@@ -101,20 +114,24 @@ class RewardWorker:
     def score(self, batch: Batch) -> Batch:
         """rewards (samples, float32) of prompts, answers and responses; at level ``token`` also
         token_rewards (tokens, float32), whose sum they are."""
-        items = self._items(batch)
-        self._trial = items[:TRIAL_SAMPLES]
-        jobs = [
-            self._threads.submit(scorer.score, items, self._seconds_per_step)
-            for scorer in self._scorers
-        ]
-        outcomes = [job.result() for job in jobs]
-        pairs = list(zip(self._functions, outcomes, strict=True))
+        self._last = batch, self._items(batch)
+        scored = self._scored(self._functions, self._scorers)
+        self._first_failure = scored.first_failure
+        for text in scored.failures:
+            _log.warning("%s", text)
+        return scored.result
+
+    def _scored(self, functions: Sequence[FunctionSettings], scorers: Sequence[Scorer]) -> _Scored:
+        """What functions give for the last batch."""
+        assert self._last is not None, "there is a batch"
+        batch, items = self._last
+        jobs = [self._threads.submit(s.score, items, self._seconds_per_step) for s in scorers]
+        pairs = list(zip(functions, [job.result() for job in jobs], strict=True))
         values = [settle(f, items, found, batch.samples_per_prompt) for f, found in pairs]
-        self._report(pairs, items)
         fields: dict[str, tuple[Axis, Any]] = {}
         if self._level == "token":
             parts = [self._on_tokens(batch["responses"], part) for part in values]
-            total = self._weighted(parts)
+            total = _weighted(functions, parts)
             fields["token_rewards"] = Axis.TOKENS, batch["responses"].with_values(total)
             owner = _owners(batch["responses"])
             zero = torch.zeros(batch.samples)
@@ -122,10 +139,10 @@ class RewardWorker:
             rewards = zero.index_add(0, owner, total)
         else:
             parts = [torch.tensor(part, dtype=torch.float32) for part in values]
-            rewards = self._weighted(parts)
-        for function, part in zip(self._functions, parts, strict=True):
+            rewards = _weighted(functions, parts)
+        for function, part in zip(functions, parts, strict=True):
             _require_finite(function.function, part, items)
-        terms = " + ".join(f"{f.weight:g} * {f.name}" for f in self._functions)
+        terms = " + ".join(f"{f.weight:g} * {f.name}" for f in functions)
         _require_finite(terms, rewards, items)
         fields["rewards"] = Axis.SAMPLES, rewards
         for (function, found), part in zip(pairs, parts, strict=True):
@@ -133,12 +150,13 @@ class RewardWorker:
                 fields[f"{COMPONENT}:{function.name}"] = Axis.SAMPLES, part
             if function.on_error != "fail":
                 fields[f"{FAILED}:{function.name}"] = Axis.SAMPLES, _failures(found)
-        return Batch(
+        result = Batch(
             {name: data for name, (_, data) in fields.items()},
             {name: axis for name, (axis, _) in fields.items()},
             batch.prompts,
             batch.samples_per_prompt,
         )
+        return _Scored(result, *_failed(pairs, items))
 
     def _items(self, batch: Batch) -> list[RewardItem]:
         groups = batch.samples_per_prompt
@@ -160,27 +178,6 @@ class RewardWorker:
         values_T[plain_T] = torch.tensor([v for row in values for v in row], dtype=torch.float32)
         return values_T
 
-    def _weighted(self, parts: Sequence[Tensor]) -> Tensor:
-        weights = [function.weight for function in self._functions]
-        total = sum(w * part.double() for w, part in zip(weights, parts, strict=True))
-        assert isinstance(total, Tensor)
-        return total.float()
-
-    def _report(
-        self,
-        pairs: Sequence[tuple[FunctionSettings, list[Outcome]]],
-        items: Sequence[RewardItem],
-    ) -> None:
-        self._first_failure = ""
-        for function, outcomes in pairs:
-            failed = {i: o.text for i, o in enumerate(outcomes) if isinstance(o, Failure)}
-            if not failed:
-                continue
-            index, text = next(iter(failed.items()))
-            first = complaint(function.function, items[index], index, text)
-            self._first_failure = self._first_failure or first
-            _log.warning("%d of %d samples have no score; %s", len(failed), len(outcomes), first)
-
     @transfer(GATHER)
     def first_failure(self) -> str:
         """The first sample without a score of the last ``score`` and why; empty: there is none."""
@@ -188,33 +185,28 @@ class RewardWorker:
 
     @transfer(GATHER)
     def prepare(self, functions: Sequence[FunctionSettings], failed_share: float) -> str | None:
-        """Load functions beside those in service, and have them score some of the last batch; why
-        they cannot be used, or None. ``swap`` ends either.
+        """Load functions beside those in service, and have them score the last batch within its
+        time, as they will the next; why they cannot be used, or None. ``swap`` ends either.
 
         Args:
-            failed_share: most of these samples that may have no score.
+            failed_share: most of the samples that may have no score.
         """
         scorers: list[Scorer] = []
         self._next = [*functions], scorers
         try:
             for function in functions:
                 scorers.append(self._scorer(function))  # noqa: PERF401 - each is there to be closed
-            for function, scorer in zip(functions, scorers, strict=True):
+            for scorer in scorers:
                 scorer.wait_until_ready()
-                self._try(function, scorer, failed_share)
+            if self._last is not None:
+                scored = self._scored(functions, scorers)
+                count, samples = scored.failed, scored.result.samples
+                if count > failed_share * samples:
+                    where = f"{count} of {samples} samples of the last step have no score"
+                    return f"{where}; {scored.first_failure}"
         except (ValueError, OSError, RewardError) as error:
             return str(error)
         return None
-
-    def _try(self, function: FunctionSettings, scorer: Scorer, failed_share: float) -> None:
-        """``RewardError`` where it would end the run with the samples of the last batch."""
-        found = scorer.score(self._trial, self._seconds_per_step)
-        settle(function, self._trial, found, samples_per_prompt=1)
-        failed = {i: o for i, o in enumerate(found) if isinstance(o, Failure)}
-        if len(failed) > failed_share * len(found):
-            index, first = next(iter(failed.items()))
-            text = f"{first.text} ({len(failed)} of {len(found)} samples of the last step failed)"
-            raise RewardError(complaint(function.function, self._trial[index], index, text))
 
     @transfer(ONE_TO_ALL)
     def swap(self, accept: bool) -> None:
@@ -236,6 +228,30 @@ class RewardWorker:
 
 def _item(answer: dict[str, Any], response: str) -> RewardItem:
     return RewardItem(answer["prompt_text"], response, answer["answer"], answer)
+
+
+def _failed(
+    pairs: Sequence[tuple[FunctionSettings, list[Outcome]]], items: Sequence[RewardItem]
+) -> tuple[int, list[str], str]:
+    """How many samples have no score, what to tell of each function, and of the first sample."""
+    samples: set[int] = set()
+    told: list[tuple[str, str]] = []
+    for function, outcomes in pairs:
+        failed = {i: o.text for i, o in enumerate(outcomes) if isinstance(o, Failure)}
+        if failed:
+            index, text = next(iter(failed.items()))
+            first = complaint(function.function, items[index], index, text)
+            told.append((first, f"{len(failed)} of {len(outcomes)} samples have no score; {first}"))
+        samples |= failed.keys()
+    return len(samples), [text for _, text in told], told[0][0] if told else ""
+
+
+def _weighted(functions: Sequence[FunctionSettings], parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the functions' values, weighted, in float32."""
+    pairs = zip(functions, parts, strict=True)
+    total = sum(function.weight * part.double() for function, part in pairs)
+    assert isinstance(total, Tensor)
+    return total.float()
 
 
 def _owners(responses: Ragged) -> Tensor:

@@ -13,7 +13,6 @@ from hybridflow.data import PromptStream, load_dataset
 from hybridflow.dataflow.data_record import check_data_record, data_record, keep_data_record
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.run_folder import RunFolder
-from hybridflow.recipe.schema_rewards import RewardSection
 from tests.data.settings import Settings
 
 ROWS = [{"prompt": str(i), "answer": str(i)} for i in range(5)]
@@ -28,10 +27,8 @@ def record_of(path: Path, held_out: Path | None = None, chat: str | None = None)
     tokenizer.chat_template = chat
     dataset = load_dataset(Settings(max_prompt_tokens=3), tokenizer, path)
     data = SimpleNamespace(eval=None if held_out is None else str(held_out))
-    section = RewardSection(function=f"{path.with_name('mine.py')}:fn")
-    roles = SimpleNamespace(rewards=lambda: {"reward": section})
     own = [str(own) for own in path.parent.glob("own.py")]
-    told = SimpleNamespace(evaluation=held_out, data=data, roles=roles, imports=own)
+    told = SimpleNamespace(evaluation=held_out, data=data, imports=own)
     plan: Any = SimpleNamespace(recipe=told)
     return data_record(plan, {"main": Feed(PromptStream(dataset, 0), 1, [])})
 
@@ -81,16 +78,15 @@ def test_the_same_data_and_other_tokens(begun: RunFolder):
     assert "has no data.json" in doubt
 
 
-@pytest.mark.parametrize("name", ["mine.py", "own.py"])
-def test_other_code_is_told(begun: RunFolder, name: str):
-    train, mine = begun.path / "train.jsonl", begun.path / name
+def test_other_code_is_told(begun: RunFolder):
+    train, mine = begun.path / "train.jsonl", begun.path / "own.py"
     mine.write_text("one")
     assert check_data_record(begun, record_of(train)) == [], "an older record knows no code"
     keep_data_record(begun, record_of(train))
     assert check_data_record(begun, record_of(train)) == []
     mine.write_text("two")
     (doubt,) = check_data_record(begun, record_of(train))
-    assert name in doubt and "has another content than when the run began" in doubt
+    assert "own.py" in doubt and "has another content than when the run began" in doubt
 
 
 def test_folders_are_told_apart_by_their_content(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Rewards of several nodes and roles keep metrics of their own."""
 
+import math
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,7 @@ from hybridflow.algorithms import FUNCTIONS, FunctionContext
 from hybridflow.batch import Batch, Ragged
 from hybridflow.dataflow.feed import Feed
 from hybridflow.dataflow.fields import Fields, Value
-from hybridflow.dataflow.measures import source_means
+from hybridflow.dataflow.measures import advantage_metrics, reference_kl, source_means
 from hybridflow.dataflow.observer import Observer
 from hybridflow.dataflow.rounds import reward_metrics
 from hybridflow.dataflow.runner import SerialRunner
@@ -96,6 +97,36 @@ def test_two_updates_of_one_role_keep_metrics_of_their_own() -> None:
     assert found["update/ptx/loss"] == 0 and found["update/ptx/seconds"] == 10
     assert found["critic/loss"] == 2
     assert (found["eval/loss"], found["eval/out/loss"]) == (3, 4)
+
+
+def test_the_kl_that_a_function_charges_is_k3_of_the_policy_from_the_reference() -> None:
+    """By hand: exp(d) - 1 - d with d = ref - policy, in nats a token."""
+    inputs = {"logprobs": "mine", "ref_logprobs": "theirs"}
+    node = Node("charge", function="token_rewards", inputs=inputs, outputs={"token_rewards": "r"})
+    outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+    outcome.results["charge"] = Batch({}, {}, 1, 2)
+    for name, rows in (("mine", [[-1.0, -2.0], [-0.5]]), ("theirs", [[-1.5, -1.0], [-0.5]])):
+        outcome.fields.put(name, Value(Axis.TOKENS, Ragged.from_rows(rows, torch.float32), 1, 2))
+    expected = ((math.exp(-0.5) - 0.5) + (math.e - 2) + 0) / 3
+    found = reference_kl(Graph((), (node,)), outcome)
+    assert found == {"reward/kl": pytest.approx(expected, rel=1e-6)}
+
+
+def test_what_advantages_are_like() -> None:
+    node = Node("update", role="actor", call="update", inputs={"advantages": "gain"})
+    outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+    outcome.fields.put("gain", Value(Axis.SAMPLES, torch.tensor([-3.0, 0.0, 0.0, 1.0]), 2, 2))
+    found = advantage_metrics(node, outcome)
+    assert found == pytest.approx(
+        {
+            "advantage/mean": -0.5,
+            "advantage/std": 1.5,
+            "advantage/min": -3,
+            "advantage/max": 1,
+            "advantage/abs_mean": 1,
+            "advantage/zero_share": 0.5,
+        }
+    )
 
 
 def test_means_are_between_the_least_and_the_largest() -> None:

@@ -82,9 +82,13 @@ def test_parameters_that_a_reload_told_go_on_in_a_resumed_run(make_recipe, tmp_p
 
     monkeypatch.setattr(Team, "__init__", remember)
     run(make_recipe(*told, "evaluation=null", "steps=2"), Reloads(teams))
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("# changed\n")
     folder = run(make_recipe(*told, "evaluation=null", "steps=3"), resume=True)
     assert [row["metrics"]["reward/mean"] for row in read_metrics(folder)] == [1.0, 3.0, 3.0]
     events = [event["text"] for event in read_events(folder) if event["kind"] == "reload"]
+    warnings = [e["text"] for e in read_events(folder) if e["kind"] == "warning"]
+    assert any("of the reward 'reward.reward' is another one than at" in w for w in warnings)
     assert events == ["a reload: done", """'reward' goes on with {"reward": {"by": 3.0}}"""]
 
 

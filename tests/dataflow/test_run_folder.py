@@ -59,6 +59,8 @@ def test_an_unfinished_checkpoint_does_not_count(tmp_path) -> None:
     partial = folder.begin_checkpoint(progress(2))
     (partial / "weights").write_text("half")
     assert [c.progress.step for c in folder.checkpoints()] == [1]
+    (partial / "state.json").write_text(json.dumps(asdict(progress(2))))
+    assert [c.progress.step for c in folder.checkpoints()] == [1], "not before it has its name"
     folder.remove_partial()
     assert not partial.exists()
 

@@ -29,6 +29,7 @@ from hybridflow.monitor import RunWriter, read_events, read_metrics
 from hybridflow.recipe.activate import SHIPPED
 from hybridflow.recipe.compile import compile_recipe
 from hybridflow.recipe.graph import Graph, Node
+from hybridflow.recipe.load import load_recipe
 
 
 def state_of(record: Callable[[Change], None] = lambda change: None) -> SharedState:
@@ -309,6 +310,20 @@ def test_the_kl_coefficient_waits_for_steps_that_train_the_actor(make_recipe) ->
     controllers.move(state, recipe, {"reward/kl": 1.0, "update/kl": -1.0, "update/loss": 0.5}, 100)
     state.apply()
     assert state["kl_coef"] == pytest.approx(0.1 * 1.02), "by the KL that the reward pays"
+
+
+def test_lambda_waits_for_steps_that_train_the_actor() -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart_safe_rlhf.yaml")
+    told = recipe.algorithm.lagrangian
+    assert told is not None
+    state = SharedState([LiveValue("lambda", told.start, 1e-4, 1e6)])
+    for metrics in ({"critic/loss": 1.0}, {"update/loss": 0.0, "update/tokens": 0.0}):
+        controllers.move(state, recipe, {"cost/mean": 9.0, **metrics}, 100)
+        state.apply()
+        assert state["lambda"] == told.start
+    controllers.move(state, recipe, {"cost/mean": 9.0, "update/loss": 0.5}, 100)
+    state.apply()
+    assert state["lambda"] > told.start
 
 
 @pytest.mark.slow

@@ -201,9 +201,18 @@ def test_what_would_end_the_next_step_is_not_swapped_in(make, file, policy):
     assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
     fault = prepare(worker, f"{file}:scaled", policy, by="abc")
     assert fault is not None and "scaled', sample 0" in fault and "TypeError" in fault
-    assert "2 of 2 samples" in fault
+    assert policy == "fail" or "2 of 2 samples of the last step" in fault
     worker.swap(False)
     assert worker.score(batch)["rewards"].tolist() == [1.0, 0.0]
+
+
+def test_a_sum_that_would_end_the_next_step_is_not_swapped_in(make, file):
+    worker = make(FunctionSettings("reward", f"{file}:scaled", weight=10.0))
+    worker.score(batch_of(ids("12"), ids("1")))
+    new = FunctionSettings("reward", f"{file}:scaled", {"by": 1e38}, weight=10.0)
+    fault = worker.prepare([new], failed_share=0.5)
+    assert fault is not None and "10 * reward', sample 0" in fault and "beyond" in fault
+    worker.swap(False)
 
 
 def test_a_swap_reads_code_anew(make, file):
