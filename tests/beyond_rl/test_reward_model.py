@@ -105,7 +105,10 @@ def test_what_check_says(write_recipe):
 def test_a_pair_must_fit_with_both_its_scores(write_recipe, assets: Path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "plain")
     dataset = load_dataset(Settings(), tokenizer, assets / "train.jsonl", ("prompts", "pairs"))
-    _, tokens = dataset.longest()
+    rows = [dataset.row(index) for index in range(len(dataset))]
+    sizes = [2 * len(r.prompt_ids) + len(r.chosen_ids) + len(r.rejected_ids) - 2 for r in rows]
+    tokens = max(sizes)  # of both responses but their last tokens, each with its prompt
+    assert dataset.longest() == (sizes.index(tokens), tokens)
     for room, fits in ((tokens + 1, False), (tokens + 2, True)):
         told = (ROLES, f"roles.reward.micro_batch_tokens={room}")
         plan = compile_recipe(load_recipe(write_recipe("reward_model"), told))
