@@ -21,6 +21,15 @@ PUBLISH = "publish: {role: actor, call: publish, to: rollout, after: [update]}"
 NODES = (GENERATE, SCORE, ADVANTAGE, UPDATE, PUBLISH)
 
 
+def test_which_fields_stem_from_sampling():
+    sampled = {"dapo": "kept_responses", "grpo": "eval_responses", "distill": "teacher_logprobs"}
+    for name, field in sampled.items():
+        assert load_graph(SHIPPED / f"{name}.yaml").is_sampled(field), name
+    brought = {"kto": "rotated", "sft": "targets", "grpo": "prompts"}
+    for name, field in brought.items():
+        assert not load_graph(SHIPPED / f"{name}.yaml").is_sampled(field), name
+
+
 @pytest.mark.parametrize("every", [None, "end", 1, 3, 7, 20])
 def test_the_number_of_steps_in_which_a_node_is_due(every: int | str | None):
     node = Node("n", every=every)
