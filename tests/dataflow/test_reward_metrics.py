@@ -1,5 +1,6 @@
 """Rewards of several nodes and roles keep metrics of their own."""
 
+import json
 import math
 from pathlib import Path
 from typing import cast
@@ -16,8 +17,10 @@ from hybridflow.dataflow.observer import Observer
 from hybridflow.dataflow.rounds import reward_metrics
 from hybridflow.dataflow.runner import SerialRunner
 from hybridflow.dataflow.steps import StepContext, StepOutcome, StepRunner
+from hybridflow.dataflow.utilisation import Utilisation
 from hybridflow.recipe.axes import Axis
 from hybridflow.recipe.compile import compile_recipe
+from hybridflow.recipe.flops import ModelFlops, Work
 from hybridflow.recipe.graph import Graph, Node, fields
 from hybridflow.recipe.load import load_recipe
 
@@ -110,6 +113,25 @@ def test_the_kl_that_a_function_charges_is_k3_of_the_policy_from_the_reference()
     expected = ((math.exp(-0.5) - 0.5) + (math.e - 2) + 0) / 3
     found = reference_kl(Graph((), (node,)), outcome)
     assert found == {"reward/kl": pytest.approx(expected, rel=1e-6)}
+
+
+def test_utilisation_counts_every_epoch_over_all_devices() -> None:
+    told = ("roles.actor.epochs=3", "roles.actor.parallel={dp: 2}", "cluster.peak_tflops=2")
+    plan = compile_recipe(load_recipe(RECIPES / "quickstart.yaml", told))
+    stage = plan.stages[-1]
+    (node,) = (n for n in stage.graph.nodes if (n.role, n.call) == ("actor", "update"))
+    outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())
+    rows = {"prompts": [[3, 4]], "responses": [[5], [6, 7]]}
+    for name, ids in rows.items():
+        value = Value(Axis.TOKENS, Ragged.from_rows(ids, torch.int64), 1, 2)
+        outcome.fields.put(node.inputs[name], value)
+    outcome.results[node.name] = Batch({}, {}, 1, 2)
+    outcome.timings.add(node.name, 0.5)
+    found = Utilisation(plan, stage, "actor", "cpu").metrics(outcome)
+    config = json.loads((Path(plan.recipe.model.path) / "config.json").read_text())
+    once = ModelFlops(config, config["vocab_size"]).training(Work.of([2], [1, 2]))
+    assert found["throughput/update_tflops"] == pytest.approx(3 * once / 0.5 / 2 / 1e12)
+    assert found["throughput/mfu"] == pytest.approx(3 * once / 0.5 / 2 / 2e12)
 
 
 def test_what_advantages_are_like() -> None:

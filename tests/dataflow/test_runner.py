@@ -136,6 +136,16 @@ def test_a_delayed_edge_takes_the_field_of_an_earlier_step() -> None:
     assert outcome.fields["sum"].data[0] == now + 2 * before
 
 
+def test_an_edge_delayed_by_two_steps_takes_the_field_of_two_steps_before() -> None:
+    graph = Graph.build(
+        ["prompts"], [reward("left", "a"), reward("right", "b"), adding(delay={"b": 2})]
+    )
+    runner = steps(SerialRunner(), graph)
+    outcomes = [run(runner, step) for step in (1, 2, 3)]
+    assert ["add" in outcome.results for outcome in outcomes] == [False, False, True]
+    assert outcomes[2].fields["sum"].data[0] == 3 * 30.0 + 2 * (3 * 10.0 + 1)
+
+
 def test_repeat_draws_fresh_rows_until_the_condition_holds() -> None:
     node = Node(
         "keep",

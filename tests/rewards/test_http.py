@@ -34,7 +34,7 @@ class _Judge(BaseHTTPRequestHandler):
         if self.path == "/hangs" and "bad" in str(body):
             server.over.wait(60)
         if self.path == "/flaky" and count < 3:
-            return self.answer(b"busy", 503)
+            return self.answer(b"busy", 503 if count == 1 else 429)
         if self.path == "/dies":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
