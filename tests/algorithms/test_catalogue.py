@@ -25,10 +25,10 @@ def test_losses_and_what_they_need():
 
 def test_bounds_where_a_recipe_tells_none_are_the_papers():
     told = {
-        "gspo": (3e-4, 4e-4),  # arXiv:2507.18071, section 5.1
+        "gspo": (3e-4, 4e-4),  # arXiv:2507.18071
         "gspo_token": (3e-4, 4e-4),
-        "gmpo": (0.4, 0.4),  # arXiv:2507.20673, section 4.1: of logarithms
-        "cispo": (1.0, 0.2),  # arXiv:2506.13585, section 3.1: none below
+        "gmpo": (0.4, 0.4),  # arXiv:2507.20673: of logarithms
+        "cispo": (1.0, 0.2),  # arXiv:2506.13585 has none below
     }
     clip = {name for name, entry in catalogue.LOSSES.items() if "clip" in entry.settings}
     assert clip > told.keys()
