@@ -14,13 +14,15 @@ def check_plan(plan: Plan, world: int) -> None:
     """ValueError when a plan cannot run on ``world`` ranks of torchrun without Ray."""
     kinds = plan.recipe.roles.kinds()
     models = [role for role in plan.roles if kinds[role] in MEGATRON_KINDS]
-    pools = {pool.name: pool for role in models if (pool := plan.pool_of(role)) is not None}
-    if len(pools) > 1 or len(set(plan.layouts.values())) > 1:
+    first = models[0]
+    places = {role: (plan.pool_of(role), plan.layouts[role]) for role in models}
+    if apart := [role for role in models if places[role] != places[first]]:
         raise ValueError(
-            "under torchrun all models share the ranks and their layout: give each `colocate: "
-            f"actor` and no `parallel` of its own; the pools are {', '.join(pools)}"
+            "under torchrun all models share the ranks and their layout, and "
+            f"{', '.join(apart)} would have others than the {first}: give each `colocate: {first}` "
+            f"and no `parallel` but the {first}'s"
         )
-    ranks = next(iter(plan.layouts.values())).world
+    ranks = plan.layouts[first].world
     if ranks != world:
         raise ValueError(
             f"the recipe's layout has {ranks} ranks, torchrun has started {world}; set "

@@ -124,11 +124,17 @@ class RunFolder:
         final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in self.checkpoints()[:-keep]:
-            half = old.folder.with_name(old.folder.name + ".partial")
-            old.folder.rename(half)  # a run that is killed within leaves no half one that counts
-            shutil.rmtree(half)
+        for old in self._whole()[:-keep]:
+            half = old.with_name(old.name + ".partial")
+            old.rename(half)  # a run that is killed within leaves no half one that counts
+            shutil.rmtree(half, ignore_errors=True)  # what is left goes at the next resume
         return final
+
+    def _whole(self) -> list[Path]:
+        """Folders of whole checkpoints, oldest first, unread: a damaged one goes as others do."""
+        found = [state.parent for state in self.checkpoints_path.glob(f"step-*/{STATE_FILE}")]
+        steps = {p: p.name.removeprefix("step-") for p in found}
+        return sorted((p for p in found if steps[p].isdecimal()), key=lambda p: int(steps[p]))
 
     def check_same_recipe(self, resolved_recipe: str) -> None:
         """ValueError when the run to resume was another one.

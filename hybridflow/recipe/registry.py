@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from hybridflow.recipe.names import nearest
 
 Entry = TypeVar("Entry")
+_NAME = re.compile(r"[^\W\d][\w-]*")
 
 
 class UnknownName(ValueError, KeyError):
@@ -87,5 +89,9 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self.aliases[alias] = name
 
     def _free(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no name for a {self.kind}: it has letters, digits, '_' and '-'"
+            )
         if name in self:
             raise ValueError(f"the {self.kind} '{name}' is registered twice; give one another name")

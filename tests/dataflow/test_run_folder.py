@@ -42,6 +42,17 @@ def test_newest_checkpoints_are_kept(tmp_path) -> None:
     assert folder.checkpoints()[-1].progress == progress(10)
 
 
+def test_a_damaged_old_checkpoint_goes_as_others_do(tmp_path) -> None:
+    folder = create(tmp_path / "run", "name: a\n")
+    save(folder, 2)
+    (folder.checkpoints_path / "step-000002" / "state.json").write_text("")
+    for step in (4, 10):
+        save(folder, step)
+    assert [c.progress.step for c in folder.checkpoints()] == [4, 10]
+    save(folder, 1_000_000)
+    assert [c.progress.step for c in folder.checkpoints()] == [10, 1_000_000]
+
+
 def test_the_newest_version_is_kept(tmp_path) -> None:
     folder = create(tmp_path / "run", "name: a\n")
     assert folder.noted_version() == 0

@@ -39,6 +39,7 @@ REF = "{role: reference, call: logprobs, in: [prompts, responses], out: [{logpro
 AGAIN = """    loss: ppo_clip
   again: {role: actor, call: update, in: [prompts, responses%s, ref_logprobs, advantages], loss: %s}
 """
+TAUGHT = AGAIN.replace(", advantages", "") % ("", "cross_entropy")
 LATER = [
     ("old_logprobs, ref_logprobs, advantages]", "{old_logprobs: rollout_logprobs}, advantages]"),
     ("    loss: ppo_clip\n", "    loss: ppo_clip\n    delay: {prompts: 1, responses: 1, "
@@ -54,8 +55,8 @@ GRAPHS = [
     ("grpo", [("    loss: ppo_clip\n", AGAIN % ("", "ppo_clip"))], [], "moved policy for the old"),
     ("grpo", [("    loss: ppo_clip\n", AGAIN % (", rollout_logprobs", "reinforce"))], [BOUND],
      "would blame the servers"),
-    ("grpo", [("    loss: ppo_clip\n", AGAIN % ("", "cross_entropy"))], [], None),
-    ("grpo", [("    loss: ppo_clip\n", AGAIN % ("", "cross_entropy"))], [BOUND], None),
+    ("grpo", [("    loss: ppo_clip\n", TAUGHT)], [], None),
+    ("grpo", [("    loss: ppo_clip\n", TAUGHT)], [BOUND], None),
     ("grpo", LATER, [BOUND, *NONE, "algorithm.kl={}", "roles.rollout.max_staleness=1"],
      "bound would compare no token"),
     ("safe_rlhf", [("returns], whiten: false}", "returns]}")], ["algorithm.lagrangian={limit: 0}"],
@@ -104,6 +105,23 @@ def test_a_second_update_on_samples_of_its_own_is_sound(workspace: Path) -> None
     Path("flow.yaml").write_text(graph)
     told = ["dataflow=flow.yaml", "algorithm.kl={}"]
     assert faults_of(*told) == []
+
+
+@pytest.mark.parametrize(
+    ("flow", "old", "new", "what"),
+    [
+        ("dpo", "ref_logprobs], l", "ref_logprobs, {advantages: ref_logprobs}], l", "advantages"),
+        ("orpo", "pairs}], loss: orpo", "pairs}, {labels: x}], loss: orpo", "labels"),
+    ],
+)
+def test_inputs_that_a_loss_does_not_read(
+    workspace: Path, flow: str, old: str, new: str, what: str
+) -> None:
+    graph = (SHIPPED / f"{flow}.yaml").read_text()
+    assert old in graph
+    Path("flow.yaml").write_text(graph.replace(old, new))
+    found = faults_of("dataflow=flow.yaml", *FURTHER["dpo"])
+    assert any(f"takes `{what}`, which the loss '{flow}' does not read" in f for f in found), found
 
 
 def test_old_logprobs_of_a_second_update_are_of_before_the_first(workspace: Path) -> None:

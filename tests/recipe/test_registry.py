@@ -46,6 +46,12 @@ def test_registering_twice_is_an_error(name: str) -> None:
         Registry("shape", {"square": 4, "box": 2}, {name: 4})
 
 
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "3d", "-a", "a.b"])
+def test_what_a_recipe_could_not_name_is_no_name(name: str) -> None:
+    with pytest.raises(ValueError, match="is no name for a shape"):
+        shapes().register(name, 1)
+
+
 def test_roles_have_other_names_wherever_a_recipe_names_them(workspace: Path) -> None:
     assert set(catalogue_roles.ROLES) == set(RolesSection.model_fields)
     text = Path("recipe.yaml").read_text()

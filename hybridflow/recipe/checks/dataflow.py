@@ -2,7 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
-from hybridflow.recipe.catalogue import GRAPH_INPUTS, LOSSES, VALUE_LOSSES, signature
+from hybridflow.recipe.catalogue import (
+    GRAPH_INPUTS,
+    LOSSES,
+    SCORE_LOSSES,
+    VALUE_LOSSES,
+    signature,
+)
+from hybridflow.recipe.catalogue_losses import LossEntry
 from hybridflow.recipe.checks.context import Check, Context
 from hybridflow.recipe.faults import Fault
 from hybridflow.recipe.graph import Graph, Node
@@ -15,7 +22,7 @@ def graph_faults(context: Context) -> Iterator[Fault]:
 
 
 def update_faults(context: Context) -> Iterator[Fault]:
-    """Inputs that a loss needs, given KL, mini-batches and delays."""
+    """Inputs that a loss needs, given KL, mini-batches and delays, or has no use for."""
     for stage in context.stages:
         for node in stage.graph.nodes:
             if node.call == "update":
@@ -24,13 +31,16 @@ def update_faults(context: Context) -> Iterator[Fault]:
 
 def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Fault]:
     name = str(node.options.get("loss"))
-    loss = LOSSES.get(name) or VALUE_LOSSES.get(name)
+    loss = LOSSES.get(name) or VALUE_LOSSES.get(name) or SCORE_LOSSES.get(name)
     if loss is None:
         return
     for parameter in loss.needs:
         if parameter not in node.inputs:
             what = f"node '{node.name}' lacks `{parameter}`, which the loss '{name}' needs"
             yield Fault(node.origin, what, f"add `{parameter}` to its inputs")
+    for parameter in _unread(name, loss) & node.inputs.keys():
+        what = f"node '{node.name}' takes `{parameter}`, which the loss '{name}' does not read"
+        yield Fault(node.origin, what, "remove it from its inputs, or use another loss")
     if not loss.needs or loss.samples is not None or name in VALUE_LOSSES:
         return  # neither a policy that sampled nor a reference
     off_policy = loss.compares_policies and (stage.off_policy or node.delay)
@@ -49,6 +59,17 @@ def _missing_inputs(context: Context, stage: Stage, node: Node) -> Iterator[Faul
             what += " with the estimator `full`"
         fix = f"add a node `{{role: reference, call: {call}}}`, or set algorithm.kl.coef to 0"
         yield Fault(node.origin, what, fix)
+
+
+def _unread(name: str, loss: LossEntry) -> set[str]:
+    """Inputs of an update that a loss of its kind may need, and this one has no use for."""
+    if name in VALUE_LOSSES:
+        return {"margins"}
+    if name in SCORE_LOSSES:
+        return {"values", "returns"}
+    of_tokens = {"labels", "kl_baseline", "advantages"}
+    of_responses = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_hidden"}
+    return (of_tokens | (set() if loss.samples is None else of_responses)) - {*loss.needs}
 
 
 def publish_faults(context: Context) -> Iterator[Fault]:
