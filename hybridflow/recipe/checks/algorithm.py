@@ -177,7 +177,7 @@ def full_kl_faults(context: Context) -> Iterator[Fault]:
         for node in stage.graph.nodes:
             field = node.inputs.get("ref_hidden") if node.call == "update" else None
             if field is None:
-                if full and _measures_kl(node) and context.recipe.algorithm.kl.coef == 0:
+                if full and _estimates_kl(node) and context.recipe.algorithm.kl.coef == 0:
                     what = f"node '{node.name}' measures the KL by `ref_logprobs`, and the "
                     what += "estimator full reads `ref_hidden`"
                     yield context.fault("algorithm.kl.estimator", what, "choose k3, k2, k1 or abs")
@@ -196,7 +196,7 @@ def full_kl_faults(context: Context) -> Iterator[Fault]:
                 yield Fault(maker.origin, what, "use role: reference")
 
 
-def _measures_kl(node: Node) -> bool:
+def _estimates_kl(node: Node) -> bool:
     """Whether a loss of tokens is told what a reference says of the sampled ones."""
     loss = LOSSES.get(str(node.options.get("loss"))) if node.call in LOOKS else None
     return loss is not None and loss.samples is None and "ref_logprobs" in node.inputs
