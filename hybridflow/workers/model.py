@@ -144,13 +144,13 @@ class ModelWorker:
     def update_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """``update`` of a reward model on pairs."""
         with _computing:
-            return self._engine.update_scores(_with_margins(batch), loss)
+            return self._engine.update_scores(with_margins(batch), loss)
 
     @transfer(DATA_PARALLEL)
     def evaluate_scores(self, batch: Batch, loss: ValueLossSettings) -> dict[str, float]:
         """The loss of a reward model on pairs, without a step."""
         with _computing:
-            return self._engine.evaluate_scores(_with_margins(batch), loss)
+            return self._engine.evaluate_scores(with_margins(batch), loss)
 
     @transfer(ONE_TO_ALL)
     def begin_stage(self, optimizer: OptimizerSettings) -> None:
@@ -289,7 +289,8 @@ def with_next_token(batch: Batch) -> Batch:
     return told.with_field("responses", Axis.TOKENS, Ragged(values_T, offsets))
 
 
-def _with_margins(batch: Batch) -> Batch:
+def with_margins(batch: Batch) -> Batch:
+    """``with_next_token`` of pairs, which keep their margins."""
     told = with_next_token(batch)
     return told.union(batch.select(["margins"])) if "margins" in batch else told
 

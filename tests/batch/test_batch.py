@@ -51,6 +51,16 @@ def batches(draw, min_prompts: int = 0) -> Batch:
     )
 
 
+@settings(deadline=None)
+@given(batches(min_prompts=1), st.data())
+def test_parts_in_another_order_are_those_rows(batch: Batch, data) -> None:
+    """Views of one memory that do not lie one behind the other must not be joined as if."""
+    order = data.draw(st.permutations(range(batch.prompts)))
+    order = order[: data.draw(st.integers(1, batch.prompts))]
+    pieces = [batch.slice(prompt, prompt + 1) for prompt in order]
+    assert Batch.concat(pieces).equals(batch.take(order))
+
+
 @given(batches(), st.integers(1, 8))
 @settings(deadline=None, max_examples=60)
 def test_concat_is_the_inverse_of_split(batch: Batch, parts: int) -> None:

@@ -9,7 +9,7 @@ from hybridflow.algorithms.losses.reward_model import SCORE_LOSSES
 from hybridflow.batch import Batch
 from hybridflow.megatron.config import OptimizerSettings, ValueLossSettings
 from hybridflow.recipe.axes import Axis
-from hybridflow.workers.model import with_next_token
+from hybridflow.workers import model
 from megatron_bridge.layout import ParallelLayout
 from tests.megatron.cases import make_engine, my_part
 from tests.megatron.test_preference import pairs_batch
@@ -20,7 +20,7 @@ STILL = OptimizerSettings(lr=1e-30, clip_grad=0.0)
 
 def scored_batch() -> Batch:
     margins_P = torch.tensor([0.0, 0.3, 0.1, 0.7])
-    return with_next_token(pairs_batch()).with_field("margins", Axis.PROMPTS, margins_P)
+    return model.with_margins(pairs_batch().with_field("margins", Axis.PROMPTS, margins_P))
 
 
 def measure(path: str, layout: ParallelLayout, batch: Batch, tokens: int) -> dict[str, Any]:
