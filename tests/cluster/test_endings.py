@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.batch import Batch
 from hybridflow.cluster import (
+    GATHER,
     ONE_TO_ALL,
     ClusterError,
     LocalSession,
@@ -84,6 +85,29 @@ def test_a_start_that_fails_is_told_while_others_load(local: LocalSession) -> No
     with pytest.raises(WorkerError, match="sick rank 0: ValueError in __init__: no weights here"):
         wait_until_started([loading, refusing])
     assert not loading.started.done()
+
+
+class Late:
+    """Fails on the first rank because it has on the second."""
+
+    failed = threading.Event()
+
+    def __init__(self, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        self._rank = rank
+
+    @transfer(GATHER)
+    def work(self) -> None:
+        if self._rank == 1:
+            raise LookupError("the cause")
+        Late.failed.wait(0.3)  # the other's exception is older then
+        raise ConnectionError("a peer is gone")
+
+
+def test_the_earliest_exception_is_the_cause(local: LocalSession) -> None:
+    group = local.group("late", Late, 2)
+    with pytest.raises(WorkerError, match="late rank 1: LookupError in work: the cause") as caught:
+        group.run(Late.work)
+    assert "after it rank 0: ConnectionError: a peer is gone" in str(caught.value)
 
 
 def test_processes_that_cannot_be_ended_hide_no_cause() -> None:

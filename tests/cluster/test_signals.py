@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def _start() -> tuple[subprocess.Popen[str], str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {**kept, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.cluster.driver"]
     driver = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
@@ -28,6 +29,9 @@ def _start() -> tuple[subprocess.Popen[str], str]:
 def test_no_process_outlives_its_driver(number: signal.Signals) -> None:
     driver, mark = _start()
     family = psutil.Process(driver.pid).children(recursive=True)
+    (head,) = [process.environ() for process in family if process.name() == "gcs_server"]
+    assert head["RAY_AUTH_MODE"] == "token", "whoever reaches Ray's ports may run code"
+    assert len(head["RAY_AUTH_TOKEN"]) == 64
     assert len(processes.marked(mark)) == 2, "the worker and its child"
     if number == signal.SIGKILL:
         # Ray ends what it started. A worker's own child must watch its parent, as servers do.
