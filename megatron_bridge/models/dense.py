@@ -165,6 +165,8 @@ HARMLESS = frozenset(
         "problem_type",
         "classifier_dropout",
         "token_classification_bias",
+        # For who scores texts with the model: whether the end token is read, too.
+        "hybridflow_scored_at",
         "is_llama_config",
         # Which file of Python code has the model's class: transformers has its own.
         "auto_map",
