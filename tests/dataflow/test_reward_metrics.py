@@ -115,9 +115,9 @@ def test_the_kl_that_a_function_charges_is_k3_of_the_policy_from_the_reference()
     assert found == {"reward/kl": pytest.approx(expected, rel=1e-6)}
 
 
-def test_utilisation_counts_every_epoch_over_all_devices() -> None:
+def test_utilisation_counts_every_epoch_over_all_devices(make_recipe) -> None:
     told = ("roles.actor.epochs=3", "roles.actor.parallel={dp: 2}", "cluster.peak_tflops=2")
-    plan = compile_recipe(load_recipe(RECIPES / "quickstart.yaml", told))
+    plan = compile_recipe(make_recipe(*told))
     stage = plan.stages[-1]
     (node,) = (n for n in stage.graph.nodes if (n.role, n.call) == ("actor", "update"))
     outcome = StepOutcome(StepContext("main", 1, 1, 1), Fields())

@@ -24,7 +24,7 @@ _MARKED = "import pytest\n\n@pytest.mark.sglang\ndef test_marked():\n    {body}\
 def test_the_runs_status(tmp_path: Path, body, arguments, required: bool, status: int):
     folder = tmp_path / "tests"
     folder.mkdir()
-    for name in ("conftest.py", "servers.py"):
+    for name in ("conftest.py", "own_names.py", "servers.py"):
         shutil.copy(_ROOT / "tests" / name, folder)
     shutil.copy(_ROOT / "pyproject.toml", tmp_path)
     (folder / "test_plain.py").write_text("def test_plain():\n    pass\n")
