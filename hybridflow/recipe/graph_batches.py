@@ -1,6 +1,6 @@
 """Rows that stand for different prompts or samples must not meet in one node."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hybridflow.recipe.axes import Axis, FieldType
 from hybridflow.recipe.catalogue import GRAPH_INPUTS, Signature
@@ -19,6 +19,20 @@ def batch_faults(
     return [fault for check in checks for fault in check(graph, signatures, types).run()]
 
 
+def _mixed(
+    graph: Graph, told: Callable[[Node, str], str | None], what: str, fix: str
+) -> list[Fault]:
+    """Nodes with inputs of which ``told`` says different things; None: nothing to compare."""
+    faults = []
+    for node in graph.nodes:
+        origins = {field: told(node, field) for field in node.inputs.values()}
+        found = {field: origin for field, origin in origins.items() if origin is not None}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{field} ({origin})" for field, origin in found.items())
+            faults.append(Fault(node.origin, f"node '{node.name}' mixes {what}: {listed}", fix))
+    return faults
+
+
 class _BatchCheck:
     """Every field with rows belongs to one batch: whose rows, and from how many steps before.
 
@@ -35,15 +49,12 @@ class _BatchCheck:
         self._known: dict[str, tuple[str, int] | None] = {}
 
     def run(self) -> list[Fault]:
-        faults = []
-        for node in self._graph.nodes:
-            batches = {field: self._batch(node, field) for field in node.inputs.values()}
-            found = {field: batch for field, batch in batches.items() if batch is not None}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{field} ({_text(b)})" for field, b in found.items())
-                what = f"node '{node.name}' mixes rows of different batches: {listed}"
-                faults.append(Fault(node.origin, what, "take all its fields from one batch"))
-        return faults
+        def told(node: Node, field: str) -> str | None:
+            batch = self._batch(node, field)
+            return None if batch is None else _text(batch)
+
+        fix = "take all its fields from one batch"
+        return _mixed(self._graph, told, "rows of different batches", fix)
 
     def _batch(self, reader: Node, field: str) -> tuple[str, int] | None:
         kind = self._types.get(field)
@@ -88,16 +99,10 @@ class _ResponseCheck:
         self._known: dict[str, str | None] = {}
 
     def run(self) -> list[Fault]:
-        faults = []
-        for node in self._graph.nodes:
-            origins = {field: self._origin(field) for field in node.inputs.values()}
-            found = {field: origin for field, origin in origins.items() if origin is not None}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{field} ({origin})" for field, origin in found.items())
-                what = f"node '{node.name}' mixes fields of different responses: {listed}"
-                fix = "take all of one kind, or bring values to one per prompt with prompt_mean"
-                faults.append(Fault(node.origin, what, fix))
-        return faults
+        fix = "take all of one kind, or bring values to one per prompt with prompt_mean"
+        return _mixed(
+            self._graph, lambda _, field: self._origin(field), "fields of different responses", fix
+        )
 
     def _origin(self, field: str) -> str | None:
         """Where the responses come from that the rows of ``field`` stand for."""
